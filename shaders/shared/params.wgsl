@@ -1,0 +1,37 @@
+// Parameters of every stage kernel, and the constants they share with the host's table of kernels.
+// A stage runs over one sub-chunk: rows r0 .. r0 + k of a call. Widths are in floats; planes of
+// vec4s hold width / 4 of them a row.
+
+const LANES: u32 = 64u;           // invocations of a workgroup
+const LARGE: f32 = 1.7e38;        // stands for infinity; differences of two such stay finite
+const FLUSH_ROWS: u32 = 4096u;    // folded rows after which the recent far sums join the totals
+
+struct Params {
+    hpg: u32,      // query heads a group
+    m: u32,        // landmarks, capacity
+    w: u32,        // ring capacity, rows
+    ns: u32,       // sinks, rows
+    d: u32,        // key width, floats
+    dv: u32,       // value width, floats
+    nh: u32,       // query heads of all groups
+    ng: u32,       // groups
+    k: u32,        // rows of this sub-chunk
+    r0: u32,       // its first row within the call
+    kcap: u32,     // row stride of far_rows and evict_weights
+    pieces: u32,   // pieces of the value sum
+    rect: u32,     // 0 aggregate, 1 fm
+    scale: f32,    // factor of every logit
+    pad0: u32,
+    pad1: u32,
+}
+
+@group(0) @binding(0) var<uniform> params: Params;
+
+fn group_of(gh: u32) -> u32 {
+    return gh / max(params.hpg, 1u);
+}
+
+// Columns of a row of scores, and rows a group has in ring_k and ring_v.
+fn near_capacity() -> u32 {
+    return params.w + params.ns;
+}
