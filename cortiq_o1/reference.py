@@ -1,0 +1,255 @@
+"""The operator in float64, one row after another: the truth that every test answers to.
+
+Written for reading, not for speed; `docs/operator.md` has the same steps in formulas. It reads the
+state's planes (float32, so kernel and reference start from the same bits) or seals a prompt itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .geometry import MIN_LANDMARKS, Geometry
+from .kernels import (
+    META_FAR_LEN,
+    META_FAR_LIMIT,
+    META_HEAD,
+    META_LANDMARKS,
+    META_LEN,
+    META_WINDOW,
+    MZ_MAX,
+    MZ_RECENT,
+    MZ_TOTAL,
+    NO_FAR_LIMIT,
+    T_RECENT,
+    T_TOTAL,
+)
+
+Float64 = npt.NDArray[np.float64]
+
+EPSILON = 2.0**-24
+"""Half a unit in the last place of 1 in float32."""
+BASE_BOUND = 1e-5
+CANCEL_FACTOR = 8.0
+"""Rounding errors that the far field's cancellation may magnify; see `docs/operator.md`."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One row's outputs and how well float32 can know them.
+
+    `out (nh, dv)`; `other (nh, dv)`: the output had the far field's sign come out the other way,
+    equal to `out` where float32 can tell; `bound (nh,)`: largest error to accept; `kappa (nh,)`: by
+    how much the far field cancels.
+    """
+
+    out: Float64
+    other: Float64
+    bound: Float64
+    kappa: Float64
+
+    def error(self, got: npt.NDArray[Any]) -> Float64:
+        """The worst error of each head `(nh,)` against the nearer of both branches; NaN is infinite."""
+        got = np.asarray(got, np.float64)
+        error = np.minimum(np.abs(got - self.out).max(axis=1), np.abs(got - self.other).max(axis=1))
+        return np.where(np.isfinite(error), error, np.inf)
+
+
+class _Group:
+    """One KV head and the query heads that read it."""
+
+    def __init__(self, geometry: Geometry, window: int, far_limit: int) -> None:
+        self.geometry = geometry
+        self.window = window
+        self.far_limit = far_limit
+        self.sinks: list[tuple[Float64, Float64]] = []
+        self.ring: deque[tuple[Float64, Float64]] = deque()
+        self.far_len = 0
+
+    def set_landmarks(self, q_tilde: Float64, k_tilde: Float64, mix: Float64) -> None:
+        """`q_tilde (H, m, d)`, `k_tilde (m, d)`, `mix (H, m, m)`; the far field starts empty."""
+        self.q_tilde, self.k_tilde, self.mix = q_tilde, k_tilde, mix
+        heads, m = q_tilde.shape[:2]
+        self.far_max = np.full((heads, m), -np.inf)
+        self.far_mass = np.zeros((heads, m))
+        self.far_num = np.zeros((heads, m, self.geometry.value_dim or 0))
+
+    def push(self, k: Float64, v: Float64) -> None:
+        """Steps 1 and 2 of a row: the oldest row leaves a full ring, the new one enters."""
+        if len(self.ring) == self.window:
+            evicted_k, evicted_v = self.ring.popleft()
+            if self.far_len < self.far_limit:
+                self.fold(evicted_k, evicted_v)
+        self.ring.append((k, v))
+
+    def fold(self, k: Float64, v: Float64) -> None:
+        """One evicted row into the far field of every head and landmark."""
+        logit = self.geometry.scale32 * (self.q_tilde @ k)
+        new_max = np.maximum(self.far_max, logit)
+        rescale = np.exp(self.far_max - new_max)
+        weight = np.exp(logit - new_max)
+        self.far_mass = rescale * self.far_mass + weight
+        self.far_num = rescale[:, :, None] * self.far_num + weight[:, :, None] * v
+        self.far_max = new_max
+        self.far_len += 1
+
+    def attend(self, q: Float64) -> StepResult:
+        """Steps 3 to 5 for the group's heads, `q (H, d)`."""
+        scale = np.float64(self.geometry.scale32)
+        keys = np.array([k for k, _ in (*self.sinks, *self.ring)])
+        values = np.array([v for _, v in (*self.sinks, *self.ring)])
+        logits = scale * (q @ keys.T)
+        results = [self._head(h, logits[h], values, scale * (self.k_tilde @ q[h])) for h in range(len(q))]
+        return StepResult(*(np.array(column) for column in zip(*results, strict=True)))
+
+    def _head(
+        self, h: int, logits: Float64, values: Float64, p: Float64
+    ) -> tuple[Float64, Float64, float, float]:
+        near_max = logits.max()
+        weights = np.exp(logits - near_max)
+        near_num, near_den = weights @ values, weights.sum()
+        near_only = near_num / max(near_den, 1e-30)
+        if self.far_len == 0:
+            return near_only, near_only, BASE_BOUND, 0.0
+        f = p.max()
+        terms = np.exp(p - f)[:, None] * self.mix[h]
+        u = terms.sum(axis=0)
+        if self.geometry.rect == "fm":
+            u = np.maximum(u, 0.0)
+        c = max(near_max, (f + self.far_max[h]).max())
+        reach = np.exp(f + self.far_max[h] - c)
+        gain = u * reach
+        near = np.exp(near_max - c)
+        far = gain @ self.far_mass[h]
+        num = near * near_num + gain @ self.far_num[h]
+        den = max(near * near_den + far, 1e-30)
+        with_far = num / den
+        # What cancels: the terms of each sum, taken without their signs.
+        size = np.abs(gain)
+        mass_terms = size @ self.far_mass[h]
+        num_terms = (size @ np.abs(self.far_num[h])).max()
+        spread = CANCEL_FACTOR * EPSILON * (num_terms + np.abs(with_far).max() * mass_terms) / den
+        kappa = max(mass_terms / max(abs(far), 1e-300), num_terms / max(np.abs(num).max(), 1e-300))
+        out = near_only if far < 0.0 else with_far
+        unsure = abs(far) <= CANCEL_FACTOR * EPSILON * mass_terms
+        other = (with_far if far < 0.0 else near_only) if unsure else out
+        bound = BASE_BOUND + (0.0 if far < 0.0 and not unsure else spread)
+        return out, other, bound, kappa
+
+
+class ReferenceLayer:
+    """A sealed layer in float64; a batch of sequences is more groups."""
+
+    def __init__(self, geometry: Geometry, groups: list[_Group]) -> None:
+        self.geometry = geometry
+        self.groups = groups
+
+    @classmethod
+    def from_planes(cls, geometry: Geometry, planes: Mapping[str, npt.NDArray[Any]]) -> ReferenceLayer:
+        """The layer that a state's planes hold, see `kernels.PLANES`."""
+        groups = []
+        heads = geometry.heads_per_group
+        for g, meta in enumerate(planes["group_meta"].astype(int)):
+            group = _Group(geometry, int(meta[META_WINDOW]), int(meta[META_FAR_LIMIT]))
+            k, v = (planes[name][g].astype(np.float64) for name in ("ring_k", "ring_v"))
+            for j in range(geometry.window, geometry.window + geometry.sinks):
+                group.sinks.append((k[j], v[j]))
+            for x in range(meta[META_LEN]):
+                slot = (meta[META_HEAD] + x) % group.window
+                group.ring.append((k[slot], v[slot]))
+            m = int(meta[META_LANDMARKS])
+            own = slice(g * heads, (g + 1) * heads)
+            group.set_landmarks(
+                planes["q_tilde"][own, :m].astype(np.float64),
+                planes["k_tilde"][g, :m].astype(np.float64),
+                planes["mix"][own, :m, :m].astype(np.float64),
+            )
+            group.far_len = int(meta[META_FAR_LEN])
+            if group.far_len:
+                mz, t = (planes[name][own].astype(np.float64) for name in ("far_mz", "t_hat"))
+                group.far_max = mz[:, MZ_MAX, :m]
+                group.far_mass = mz[:, MZ_TOTAL, :m] + mz[:, MZ_RECENT, :m]
+                group.far_num = t[:, T_TOTAL, :m] + t[:, T_RECENT, :m]
+            groups.append(group)
+        return cls(geometry, groups)
+
+    @classmethod
+    def seal(
+        cls,
+        q: npt.NDArray[Any],
+        k: npt.NDArray[Any],
+        v: npt.NDArray[Any],
+        geometry: Geometry,
+        ridge: float = 1e-6,
+        fold: str = "always",
+    ) -> ReferenceLayer:
+        """Seals a prompt of `T > geometry.exact_rows` rows: `q (T, nh, d)`, `k (T, G, d)`, `v (T, G, dv)`."""
+        q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+        rows = len(k)
+        m = min(max(rows // 8, MIN_LANDMARKS), geometry.landmarks)
+        cuts = [i * rows // m for i in range(m + 1)]
+        heads = geometry.heads_per_group
+        groups = []
+        for g, window in enumerate(geometry.group_windows):
+            group = _Group(geometry, window, NO_FAR_LIMIT)
+            k_tilde = np.array([k[a:b, g].mean(axis=0) for a, b in pairwise(cuts)])
+            q_tilde = np.array(
+                [[q[a:b, g * heads + h].mean(axis=0) for a, b in pairwise(cuts)] for h in range(heads)]
+            )
+            mix = np.array([_mixing(np.exp(geometry.scale32 * (q_h @ k_tilde.T)), ridge) for q_h in q_tilde])
+            group.set_landmarks(q_tilde, k_tilde, mix)
+            group.sinks = [(k[t, g], v[t, g]) for t in range(geometry.sinks)]
+            for t in range(geometry.sinks, rows):
+                group.push(k[t, g], v[t, g])
+            group.far_limit = {
+                "always": NO_FAR_LIMIT,
+                "prompt": rows - geometry.sinks,
+                "never": group.far_len,
+            }[fold]
+            groups.append(group)
+        return cls(geometry, groups)
+
+    def step(self, q: npt.NDArray[Any], k: npt.NDArray[Any], v: npt.NDArray[Any]) -> StepResult:
+        """One row: `q (nh, d)`, `k (G, d)`, `v (G, dv)`; the state moves over it."""
+        q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+        heads = self.geometry.heads_per_group
+        results = []
+        for g, group in enumerate(self.groups):
+            group.push(k[g], v[g])
+            results.append(group.attend(q[g * heads : (g + 1) * heads]))
+        return StepResult(
+            *(
+                np.concatenate([getattr(r, name) for r in results])
+                for name in ("out", "other", "bound", "kappa")
+            )
+        )
+
+    def run(self, q: npt.NDArray[Any], k: npt.NDArray[Any], v: npt.NDArray[Any]) -> list[StepResult]:
+        """`step` for each row of `q (rows, nh, d)`, `k (rows, G, d)`, `v (rows, G, dv)`."""
+        return [self.step(*row) for row in zip(q, k, v, strict=True)]
+
+
+def _mixing(a: Float64, ridge: float) -> Float64:
+    """`(A^T A + lam I)^-1 A^T` by Cholesky, `lam` times ten when that fails."""
+    gram = a.T @ a
+    lam = ridge * np.diag(gram).mean()
+    while True:
+        try:
+            lower = np.linalg.cholesky(gram + lam * np.eye(len(gram)))
+        except np.linalg.LinAlgError:
+            lam *= 10.0
+            continue
+        return np.asarray(np.linalg.solve(lower.T, np.linalg.solve(lower, a.T)))
+
+
+def worst_error(results: list[StepResult], got: npt.NDArray[Any]) -> tuple[float, float]:
+    """The worst error of `got (rows, nh, dv)`, and the worst error as a part of its own bound."""
+    errors = np.array([r.error(row) for r, row in zip(results, got, strict=True)])
+    bounds = np.array([r.bound for r in results])
+    return float(errors.max(initial=0.0)), float((errors / bounds).max(initial=0.0))

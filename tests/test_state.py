@@ -1,0 +1,126 @@
+"""The state's one file: whole or refused, and it says why."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import assert_same_state, random_rows
+
+import cortiq_o1 as o1
+
+GEOMETRY = o1.Geometry(4, 2, 8, 12, window=16, sinks=2, landmarks=8, windows=(16, 9))
+
+
+@pytest.fixture(params=[100, 5, 0], ids=["sealed", "exact", "empty"])
+def state(request: pytest.FixtureRequest, rng: np.random.Generator) -> o1.LayerState:
+    return o1.seal(*random_rows(rng, request.param, GEOMETRY), GEOMETRY, ridge=1e-4, fold="prompt")
+
+
+def test_round_trip(state: o1.LayerState, tmp_path: Path) -> None:
+    file = tmp_path / "layer.o1"
+    state.save(file)
+    assert_same_state(o1.LayerState.load(file), state)
+    assert [p.name for p in tmp_path.iterdir()] == ["layer.o1"]
+
+
+def test_every_truncation_is_refused(state: o1.LayerState, tmp_path: Path) -> None:
+    file = tmp_path / "layer.o1"
+    state.save(file)
+    raw = file.read_bytes()
+    for length in {0, 1, 3, 100, len(raw) // 2, len(raw) - 30, len(raw) - 1}:
+        file.write_bytes(raw[:length])
+        with pytest.raises(o1.StateFileError, match=r"truncated|not a state file"):
+            o1.LayerState.load(file)
+
+
+def test_every_altered_byte_is_refused_or_harmless(tmp_path: Path, rng: np.random.Generator) -> None:
+    state = o1.seal(*random_rows(rng, 60, GEOMETRY), GEOMETRY)
+    file = tmp_path / "layer.o1"
+    state.save(file)
+    raw = file.read_bytes()
+    for at in rng.integers(0, len(raw), 200):
+        changed = bytearray(raw)
+        changed[at] ^= 0x40
+        file.write_bytes(changed)
+        try:
+            loaded = o1.LayerState.load(file)
+        except o1.StateFileError:
+            continue
+        # A zip has bytes that mean nothing, such as a time stamp; they must change nothing.
+        assert_same_state(loaded, state)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04rubbish", b"\x93NUMPY\x01\x00"])
+def test_foreign_files_are_refused(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "foreign"
+    file.write_bytes(content)
+    with pytest.raises(o1.StateFileError, match="foreign"):
+        o1.LayerState.load(file)
+
+
+def test_another_npz_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "other.npz", q=np.zeros(3))
+    with pytest.raises(o1.StateFileError, match="not a state file"):
+        o1.LayerState.load(tmp_path / "other.npz")
+
+
+def test_an_unknown_version_is_named(state: o1.LayerState, tmp_path: Path) -> None:
+    file = tmp_path / "layer.o1"
+    state.save(file)
+    with np.load(file) as npz:
+        arrays = dict(npz)
+    header = json.loads(arrays.pop("header").tobytes())
+    header["version"] = 99
+    np.savez(tmp_path / "new.npz", header=np.frombuffer(json.dumps(header).encode(), np.uint8), **arrays)
+    with pytest.raises(o1.StateFileError, match="version 99, this library reads version 1"):
+        o1.LayerState.load(tmp_path / "new.npz")
+
+
+def test_pickles_are_never_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "evil.npz"
+    np.savez(file, header=np.array([{"format": "cortiq-o1-state"}], dtype=object))
+    with pytest.raises(o1.StateFileError):
+        o1.LayerState.load(file)
+
+
+def test_a_missing_file_stays_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        o1.LayerState.load(tmp_path / "none")
+
+
+def test_a_failed_save_leaves_the_old_file(
+    state: o1.LayerState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "layer.o1"
+    state.save(file)
+    before = file.read_bytes()
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(OSError, match="no space left"):
+        state.save(file)
+    assert file.read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_consistent_file_with_an_impossible_state_is_refused(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """The checksum holds, the ring position does not."""
+    state = o1.seal(*random_rows(rng, 60, GEOMETRY), GEOMETRY)
+    state.planes["group_meta"][0, 1] = 16
+    state.save(tmp_path / "layer.o1")
+    with pytest.raises(o1.StateFileError, match="ring position outside its window"):
+        o1.LayerState.load(tmp_path / "layer.o1")
+
+
+def test_the_file_is_a_plain_zip(state: o1.LayerState, tmp_path: Path) -> None:
+    state.save(tmp_path / "layer.o1")
+    assert zipfile.is_zipfile(io.BytesIO((tmp_path / "layer.o1").read_bytes()))
