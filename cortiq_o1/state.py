@@ -20,10 +20,14 @@ from .arrays import Float32
 from .errors import CortiqError, StateFileError
 from .geometry import MIN_LANDMARKS, Geometry
 from .kernels import (
+    LARGE,
+    META_FAR_LEN,
     META_HEAD,
     META_LANDMARKS,
     META_LEN,
     META_WINDOW,
+    MZ_MAX,
+    MZ_TOTAL,
     PLANES,
     STATE_PLANES,
     Sizes,
@@ -195,6 +199,11 @@ def _planes_problem(geometry: Geometry, planes: Mapping[str, npt.NDArray[Any]]) 
             f"group_meta: landmarks in use {landmarks.tolist()}, "
             f"expected {MIN_LANDMARKS} to {geometry.landmarks}"
         )
+    # The kernels rescale an empty far field like any other, which is right for zeros alone.
+    empty = np.repeat(meta[:, META_FAR_LEN] == 0, geometry.heads_per_group)
+    mz = planes["far_mz"][empty]
+    if mz[:, MZ_TOTAL:].any() or planes["t_hat"][empty].any() or (mz[:, MZ_MAX] != np.float32(-LARGE)).any():
+        return "far_mz, t_hat: a far field that took in no row is not empty"
     return None
 
 

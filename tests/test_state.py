@@ -12,6 +12,7 @@ import pytest
 from support import assert_same_state, random_rows
 
 import cortiq_o1 as o1
+from cortiq_o1.state import SealOptions
 
 GEOMETRY = o1.Geometry(4, 2, 8, 12, window=16, sinks=2, landmarks=8, windows=(16, 9))
 
@@ -119,6 +120,14 @@ def test_a_consistent_file_with_an_impossible_state_is_refused(
     state.save(tmp_path / "layer.o1")
     with pytest.raises(o1.StateFileError, match="ring position outside its window"):
         o1.LayerState.load(tmp_path / "layer.o1")
+
+
+def test_an_empty_far_field_must_be_empty(rng: np.random.Generator) -> None:
+    geometry = o1.Geometry(2, 2, 8, window=60, sinks=0, landmarks=4, windows=(4, 60))
+    planes = o1.seal(*random_rows(rng, 20, geometry), geometry).planes
+    planes["far_mz"][1, 1, 0] = 1.0
+    with pytest.raises(ValueError, match="took in no row is not empty"):
+        o1.LayerState(geometry, SealOptions(), 20, planes=planes)
 
 
 def test_the_file_is_a_plain_zip(state: o1.LayerState, tmp_path: Path) -> None:
