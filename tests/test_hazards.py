@@ -1,0 +1,241 @@
+"""Barriers: the planner against the naive checker, and both against what wgpu derives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import geometries
+
+from cortiq_o1 import hazards
+from cortiq_o1.errors import ArgumentError, GeometryError
+from cortiq_o1.geometry import Geometry
+from cortiq_o1.kernels import PLANES, SUB_ROWS, Sizes
+from cortiq_o1.planning import (
+    Barrier,
+    Dispatch,
+    Limits,
+    Plan,
+    block_rows,
+    chunk_rows,
+    commit_plan,
+    plan,
+    plane_bytes,
+    sub_chunks,
+)
+
+SMALL = Geometry(4, 2, 8, window=16, sinks=2, landmarks=4)
+GEOMETRIES = {
+    "small": SMALL,
+    "one-head-window-1": Geometry(1, 1, 4, window=1, sinks=0, landmarks=5),
+    "windows-differ": Geometry(6, 2, 16, 8, window=40, sinks=1, landmarks=7, windows=(40, 9), rect="fm"),
+    "llama": Geometry(32, 8, 128),
+    "width-256": Geometry(12, 2, 256, window=512, sinks=4),
+}
+
+
+def all_plans(geometry: Geometry, rows: int) -> list[Plan]:
+    return [plan(geometry, rows, True), plan(geometry, rows, False), commit_plan(geometry, rows)]
+
+
+PICKED = [
+    pytest.param(p, id=f"{name}-{rows}-{kind}")
+    for name, geometry in GEOMETRIES.items()
+    for rows in (1, 2, 9, 65, 130)
+    if rows <= 5 * geometry.min_window
+    for p, kind in zip(all_plans(geometry, rows), ("commit", "verify", "accept"), strict=True)
+]
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    geometry = draw(geometries(80))
+    rows = draw(st.integers(1, 4 * min(SUB_ROWS, geometry.min_window)))
+    return draw(st.sampled_from(all_plans(geometry, rows)))
+
+
+def assert_sound(p: Plan) -> None:
+    assert hazards.conflicts(p), "a plan without hazards proves nothing"
+    assert hazards.missing(p) == []
+    assert hazards.needless(p) == []
+    assert hazards.check(p) == []
+    assert Plan.from_json(p.to_json()) == p
+
+
+def assert_objects(p: Plan) -> None:
+    """The checker sees every single barrier go missing."""
+    for b, barrier in enumerate(p.barriers):
+        less = hazards.without_barrier(p, b)
+        assert len(less.barriers) == len(p.barriers) - 1
+        assert {c.plane for c in hazards.missing(less)} >= set(barrier.planes)
+        if b % 8 == 0:
+            assert any(problem.startswith("no barrier between") for problem in hazards.check(less))
+
+
+@pytest.mark.parametrize("p", PICKED)
+def test_picked_plan(p: Plan) -> None:
+    assert_sound(p)
+    assert_objects(p)
+
+
+@given(plans())
+@settings(max_examples=40, deadline=None)
+def test_any_plan(p: Plan) -> None:
+    assert_sound(p)
+    if len(p.barriers) < 20:
+        assert_objects(p)
+
+
+def test_conflicts_of_one_row() -> None:
+    """Counted by hand for the stages that share scores and row_head."""
+    p = plan(SMALL, 1)
+    names = [d.kernel for d in p.dispatches]
+    shared = [
+        (names[c.first], names[c.second]) for c in hazards.conflicts(p) if c.plane in ("scores", "row_head")
+    ]
+    assert sorted(shared) == sorted(
+        [
+            ("o1c_score", "o1c_max"),
+            ("o1c_score", "o1c_soft"),
+            ("o1c_score", "o1c_sum"),
+            ("o1c_max", "o1c_soft"),
+            ("o1c_soft", "o1c_sum"),
+            ("o1c_far", "o1c_soft"),
+            ("o1c_far", "o1c_add"),
+            ("o1c_soft", "o1c_add"),
+        ]
+    )
+
+
+def test_implied_of_one_row() -> None:
+    """What wgpu waits for, dispatch by dispatch, as its tracker goes through the bindings."""
+    p = plan(SMALL, 1)
+    waits = dict(zip((d.kernel for d in p.dispatches), map(set, hazards.implied(p)), strict=True))
+    assert waits == {
+        "o1c_far_e": set(),
+        "o1c_score": set(),
+        "o1c_land": set(),
+        "o1c_max": {"scores"},
+        "o1c_far": {"far_rows", "land_scores", "near_max"},
+        "o1c_soft": {"scores", "row_head"},
+        "o1c_sum": {"scores"},
+        "o1c_add": {"sum_pieces", "row_head", "gains", "evict_weights"},
+        "o1c_far_commit": {"far_mz", "t_hat"},
+        "o1c_ring_commit": {"ring_k", "ring_v"},
+        "o1c_meta": {"group_meta"},
+    }
+
+
+def test_redundant_waits_are_the_reused_planes() -> None:
+    """One sub-chunk has few; the next one overwrites scratch that earlier barriers have ordered."""
+    one, two = plan(SMALL, 16), plan(SMALL, 32)
+    per_chunk = len(one.dispatches)
+    for p in (one, two):
+        waits = hazards.redundant_waits(p)
+        barrier_at = {d for d in range(len(p.dispatches)) if d and not _same_stage(p, d - 1, d)}
+        assert all(planes and d not in barrier_at for d, planes in waits)
+        # Nothing but the plan's own barriers and these makes wgpu wait.
+        assert barrier_at | {d for d, _ in waits} == {d for d, w in enumerate(hazards.implied(p)) if w}
+    later = {plane for d, planes in hazards.redundant_waits(two) if d >= per_chunk for plane in planes}
+    assert later & {"scores", "land_scores"}
+
+
+def _same_stage(p: Plan, a: int, b: int) -> bool:
+    return any(p.dispatches[a] in stage and p.dispatches[b] in stage for stage in p.stages())
+
+
+def test_needless_barrier_is_found() -> None:
+    p = plan(SMALL, 3)
+    extra = replace(p, steps=(p.steps[0], Barrier(("scores",)), *p.steps[1:]))
+    assert hazards.missing(extra) == []
+    assert hazards.needless(extra) == [0]
+    assert "barrier 0 orders nothing" in hazards.check(extra)
+    doubled = replace(p, steps=(*p.steps, Barrier(("out",))))
+    assert hazards.needless(doubled) == [len(p.barriers)]
+
+
+def test_barrier_with_the_wrong_reason_is_found() -> None:
+    p = plan(SMALL, 3)
+    at = next(n for n, step in enumerate(p.steps) if isinstance(step, Barrier))
+    wrong = replace(p, steps=(*p.steps[:at], Barrier(("out",)), *p.steps[at + 1 :]))
+    assert hazards.missing(wrong) == []
+    assert any("barrier 0 names ['out']" in problem for problem in hazards.check(wrong))
+
+
+def test_plan_that_does_not_fit_the_table_is_found() -> None:
+    p = plan(SMALL, 3)
+    at, first = next((n, s) for n, s in enumerate(p.steps) if isinstance(s, Dispatch))
+    grid = replace(p, steps=(*p.steps[:at], replace(first, grid=(1, 1, 1)), *p.steps[at + 1 :]))
+    assert any("has grid (1, 1, 1)" in problem for problem in hazards.check(grid))
+    params = replace(p, steps=(*p.steps[:at], replace(first, params=first.params[1:]), *p.steps[at + 1 :]))
+    assert any("has parameters" in problem for problem in hazards.check(params))
+    gone = replace(p, steps=p.steps[:at] + p.steps[at + 1 :])
+    assert any("reads far_rows, which nothing has written" in problem for problem in hazards.check(gone))
+    assert any("the state must stay" in problem for problem in hazards.check(replace(p, commit=False)))
+
+
+@given(geometries(80), st.integers(1, 300))
+@settings(max_examples=60, deadline=None)
+def test_sub_chunks(geometry: Geometry, rows: int) -> None:
+    p = plan(geometry, rows)
+    assert 1 <= p.chunk <= min(SUB_ROWS, geometry.min_window, rows)
+    seen = [r for r0, k in sub_chunks(rows, p.chunk) for r in range(r0, r0 + k)]
+    assert seen == list(range(rows))
+    assert [
+        (d["r0"], d["k"]) for d in (dict(s.params) for s in p.dispatches if s.kernel == "o1c_add")
+    ] == list(sub_chunks(rows, p.chunk))
+
+
+def test_scratch_that_does_not_fit_shortens_the_sub_chunk() -> None:
+    geometry = Geometry(64, 4, 64, window=16384, sinks=4)
+    limits = Limits()
+    chunk = chunk_rows(geometry, 64, limits)
+    assert 1 < chunk < SUB_ROWS
+
+    def fits(kcap: int) -> bool:
+        sizes = Sizes.of(geometry, 64, kcap)
+        scratch = (p.name for p in PLANES.values() if p.role == "scratch")
+        return all(plane_bytes(name, sizes) <= limits.binding_bytes for name in scratch)
+
+    assert fits(chunk)
+    assert not fits(chunk + 1)
+    p = plan(geometry, 64)
+    assert all(size <= limits.binding_bytes for size in p.planes.values())
+    assert block_rows(geometry, limits) % chunk_rows(geometry, block_rows(geometry, limits), limits) == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_heads": 8, "num_kv_heads": 8, "head_dim": 512, "window": 16384}, r"ring_k: .*lower window"),
+        (
+            {"num_heads": 8, "num_kv_heads": 8, "head_dim": 4, "value_dim": 512, "window": 16384},
+            r"ring_v: .*lower window, value_dim",
+        ),
+        (
+            {"num_heads": 2048, "num_kv_heads": 1, "head_dim": 512, "landmarks": 64, "window": 1},
+            r"q_tilde: .*lower landmarks, head_dim or num_heads",
+        ),
+    ],
+)
+def test_planes_past_a_binding_raise(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(GeometryError, match=message):
+        plan(Geometry(**sizes), 1)
+
+
+def test_rows_past_a_binding_raise() -> None:
+    with pytest.raises(GeometryError, match=r"q: .*lower rows"):
+        plan(Geometry(32, 8, 512, window=64), 4096)
+
+
+def test_grid_past_the_limit_raises() -> None:
+    with pytest.raises(GeometryError, match=r"num_heads: o1c_.* needs a grid"):
+        plan(Geometry(70_000, 1, 4, landmarks=4, window=1, sinks=0), 1)
+
+
+def test_json_of_something_else_raises() -> None:
+    for text in ("", "[]", "{}", '{"format": "cortiq-o1-plan", "version": 2}'):
+        with pytest.raises(ArgumentError, match="not a plan"):
+            Plan.from_json(text)
