@@ -316,6 +316,7 @@ def chunk_rows(geometry: Geometry, rows: int, limits: Limits) -> int:
     return chunk
 
 
+@lru_cache(maxsize=256)
 def block_rows(geometry: Geometry, limits: Limits) -> int:
     """Most rows of one submit: about `BLOCK_ROWS`, or what one binding holds of queries and outputs.
 

@@ -1,0 +1,51 @@
+"""Constant-memory attention on any GPU: sinks, an exact window and a landmark far field.
+
+`import cortiq_o1 as o1`, then `o1.seal` a prompt, `o1.open_device().load` its state, and `attend`.
+See `docs/operator.md` for what is computed.
+"""
+
+from ._version import __version__
+from .devices import Device, DeviceInfo, FallbackWarning, devices, open_device
+from .errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CortiqError,
+    DeviceError,
+    DeviceLostError,
+    DeviceMemoryError,
+    GeometryError,
+    ShaderError,
+    StateError,
+    StateFileError,
+)
+from .geometry import Geometry
+from .layer import Layer
+from .planning import Limits, Plan, plan
+from .sealing import seal
+from .state import LayerState
+
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "CortiqError",
+    "Device",
+    "DeviceError",
+    "DeviceInfo",
+    "DeviceLostError",
+    "DeviceMemoryError",
+    "FallbackWarning",
+    "Geometry",
+    "GeometryError",
+    "Layer",
+    "LayerState",
+    "Limits",
+    "Plan",
+    "ShaderError",
+    "StateError",
+    "StateFileError",
+    "__version__",
+    "devices",
+    "open_device",
+    "plan",
+    "seal",
+]

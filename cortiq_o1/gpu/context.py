@@ -1,0 +1,197 @@
+"""One device's share of everything: pipelines, bind groups, buffers, and the one way to submit."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..kernels import KERNELS
+from ..planning import Limits
+from . import shaders
+from .adapters import describe, device_limits
+from .buffers import PIECE_BYTES, Memory, Parameters, Pool, Readback, as_bytes
+from .faults import translated
+
+
+class BindGroups:
+    """Bind groups by kernel and buffers; those of a buffer that nobody holds any more are dropped.
+
+    A bind group keeps its buffers' memory on the device alive, hence not one longer than need be.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+        self.generation = 0
+        """Goes up when groups are dropped."""
+        self._groups: dict[tuple[Any, ...], Any] = {}
+        self._users: dict[int, set[tuple[Any, ...]]] = {}
+        self._serials: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._last = 0
+        # Filled by the garbage collector whenever it likes, emptied by `tidy` when nothing is under way.
+        self._gone: deque[int] = deque()
+
+    def serial(self, buffer: Any) -> int:
+        """A number for a buffer that no other one gets, unlike its `id`."""
+        serial = self._serials.get(buffer)
+        if serial is None:
+            serial = self._last = self._last + 1
+            self._serials[buffer] = serial
+            weakref.finalize(buffer, self._gone.append, serial).atexit = False
+        return serial
+
+    def tidy(self) -> None:
+        """Drops the groups of buffers that are gone."""
+        while self._gone:
+            for key in self._users.pop(self._gone.popleft(), ()):
+                if self._groups.pop(key, None) is not None:
+                    self.generation += 1
+
+    def get(self, kernel: str, layout: Any, ranges: Sequence[tuple[Any, int, int]]) -> Any:
+        """The group of a kernel over `(buffer, offset, size)` ranges, binding 0 first."""
+        users = [(self.serial(b), offset, size) for b, offset, size in ranges]
+        key = (kernel, *users)
+        group = self._groups.get(key)
+        if group is None:
+            entries = [
+                {"binding": i, "resource": {"buffer": b, "offset": offset, "size": size}}
+                for i, (b, offset, size) in enumerate(ranges)
+            ]
+            group = self.device.create_bind_group(label=kernel, layout=layout, entries=entries)
+            self._groups[key] = group
+            for serial, _, _ in users:
+                self._users.setdefault(serial, set()).add(key)
+        return group
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+
+class Context:
+    """What all engines of one device share. Takes a device of wgpu or of wgpudawn."""
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+        self.adapter = describe(device.adapter)
+        self.label = self.adapter.label
+        self.limits: Limits = device_limits(device)
+        self.lock = threading.RLock()
+        self.memory = Memory(device, self.label)
+        self.pool = Pool(self.memory, self.limits.binding_bytes)
+        self.parameters = Parameters(self.memory)
+        self.readback = Readback(self.memory)
+        self.groups = BindGroups(device)
+        self._fence = self.memory.create("fence", 16)
+        self._pipelines: dict[str, tuple[Any, Any]] = {}
+
+    @property
+    def generation(self) -> tuple[int, int, int]:
+        """Changes whenever an earlier recording may bind something that has been replaced."""
+        return (self.pool.generation, self.parameters.generation, self.groups.generation)
+
+    def translated(self, step: str) -> Any:
+        """Context manager: what goes wrong inside is raised as a `DeviceError` naming the step."""
+        return translated(self.device, self.label, step)
+
+    def pipeline(self, kernel: str) -> tuple[Any, Any]:
+        """A kernel's pipeline and its bind group layout, compiled on first use.
+
+        Raises:
+            ShaderError: it does not compile; names kernel and adapter.
+        """
+        found = self._pipelines.get(kernel)
+        if found is None:
+            found = self._pipelines[kernel] = self.build(kernel)
+        return found
+
+    def build(self, kernel: str, source: str | None = None) -> tuple[Any, Any]:
+        """A pipeline of `source`, the kernel's own WGSL if None, kept by nobody."""
+        pipeline = shaders.compile(self.device, kernel, source)
+        with self.translated(f"{kernel}: bind group layout"):
+            return pipeline, pipeline.get_bind_group_layout(0)
+
+    def warm_up(self) -> None:
+        """Compiles every kernel now instead of at its first use."""
+        with self.lock:
+            for kernel in KERNELS:
+                self.pipeline(kernel)
+
+    def encoder(self, label: str) -> Any:
+        """A new command encoder."""
+        with self.translated(label):
+            return self.device.create_command_encoder(label=label)
+
+    def submit(self, encoder: Any, step: str) -> None:
+        """The one place that submits.
+
+        wgpu-native aborts the process when a submission fails, past every `except`: so commands are
+        finished right before, which raises where the device is lost, and submitted just once.
+        """
+        with self.translated(step):
+            commands = encoder.finish()
+            self.device.queue.submit([commands])
+
+    def fence(self, encoder: Any) -> None:
+        """Records what `arrive` waits for: wgpu's own call for that fails in some of its versions."""
+        encoder.copy_buffer_to_buffer(self._fence, 0, self.readback.target(16), 0, 16)
+
+    def arrive(self, step: str) -> None:
+        """Returns when the submission with the `fence`, hence every earlier one, is done."""
+        self.readback.take(np.empty(4, np.uint32), step)
+
+    def flush(self, step: str) -> None:
+        """Sends what was written on its way and returns when all that was submitted is done."""
+        encoder = self.encoder(step)
+        with self.translated(step):
+            self.fence(encoder)
+        self.submit(encoder, step)
+        self.arrive(step)
+
+    def write(self, buffer: Any, array: np.ndarray, step: str) -> None:
+        """Puts an array at the beginning of a buffer, before anything submitted later."""
+        if array.nbytes:  # wgpu refuses an empty write
+            with self.translated(step):
+                self.device.queue.write_buffer(buffer, 0, array)
+
+    def upload(self, pairs: Sequence[tuple[Any, np.ndarray]], step: str) -> None:
+        """Fills buffers from arrays in bounded pieces: what is written waits in staging memory."""
+        waiting = 0
+        for buffer, array in pairs:
+            data = as_bytes(array)
+            for at in range(0, len(data), PIECE_BYTES):
+                piece = data[at : at + PIECE_BYTES]
+                with self.translated(step):
+                    self.device.queue.write_buffer(buffer, at, piece)
+                waiting += len(piece)
+                if waiting >= PIECE_BYTES:
+                    self.flush(step)
+                    waiting = 0
+        self.flush(step)
+
+    def download(self, buffer: Any, array: np.ndarray, step: str, offset: int = 0) -> None:
+        """Fills an array from a buffer in bounded pieces, after everything submitted so far."""
+        flat = array.reshape(-1).view(np.uint8)
+        for at in range(0, flat.size, PIECE_BYTES):
+            piece = flat[at : at + PIECE_BYTES]
+            encoder = self.encoder(step)
+            with self.translated(step):
+                target = self.readback.target(piece.size)
+                encoder.copy_buffer_to_buffer(buffer, offset + at, target, 0, piece.size)
+            self.submit(encoder, step)
+            self.readback.take(piece, step)
+
+
+_contexts: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
+
+
+def context_of(device: Any, make: Callable[[Any], Context] = Context) -> Context:
+    """The device's context, the same one for all its engines."""
+    # A live context holds its device, so the device's id is not given to another in the meantime.
+    found = _contexts.get(id(device))
+    if found is None:
+        found = _contexts[id(device)] = make(device)
+    return found

@@ -1,0 +1,146 @@
+"""A plan tied to buffers: what a compute pass is told, worked out once and replayed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..geometry import Geometry
+from ..kernels import KERNELS, Grid
+from ..planning import BLOCK_ROWS, SHADOW, Dispatch, Plan, base_plane
+from .context import Context
+
+MOST_RECORDINGS = 512
+
+
+class Bound(NamedTuple):
+    """A plane as a dispatch binds it: `buffer` is a number that no other buffer of the device has."""
+
+    plane: str
+    buffer: int
+    access: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """One dispatch, ready to be recorded."""
+
+    kernel: str
+    pipeline: Any
+    group: Any
+    offsets: list[int]  # a list, as wgpu wants it
+    grid: Grid
+    bound: tuple[Bound, ...]
+
+
+class Resident:
+    """A layer's state planes on a device, and the rows of a call that has yet to be committed."""
+
+    def __init__(self, geometry: Geometry, buffers: dict[str, Any]) -> None:
+        self.geometry = geometry
+        self.buffers = buffers
+        self.pending = 0
+
+
+def pack(kernel: str, params: tuple[tuple[str, int | float], ...]) -> bytes:
+    """A kernel's parameters as its WGSL struct lays them out."""
+    return np.array([tuple(value for _, value in params)], KERNELS[kernel].params_dtype).tobytes()
+
+
+def blocks(plan: Plan) -> Iterator[slice]:
+    """The dispatches in runs of at most `BLOCK_ROWS` rows or so, cut between sub-chunks.
+
+    A driver gives up on a device that is busy for seconds without an answer.
+    """
+    start, first = 0, 0
+    for at, dispatch in enumerate(plan.dispatches):
+        row = dict(dispatch.params).get("r0", first)
+        if row >= first + BLOCK_ROWS:
+            yield slice(start, at)
+            start, first = at, int(row)
+    yield slice(start, len(plan.dispatches))
+
+
+class Recorder:
+    """Turns plans into steps and keeps them while the buffers stay the same."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._kept: OrderedDict[tuple[int, ...], tuple[Plan, list[Step]]] = OrderedDict()
+        self._generation: tuple[int, int, int] | None = None
+
+    def steps(self, plan: Plan, resident: Resident, rows: Mapping[str, Any]) -> list[Step]:
+        """The plan's dispatches over a resident and `rows`, buffers that stand for row planes.
+
+        Row planes that are not given come from the device's shared pool. Everything is allocated,
+        compiled and checked here, before anything is recorded.
+        """
+        context = self.context
+        context.groups.tidy()
+        given = {**resident.buffers, **rows}
+        key = (id(plan), *(context.groups.serial(b) for b in given.values()))
+        if context.generation == self._generation:
+            kept = self._kept.get(key)
+            # The plan is kept along with its steps, so that its id stays its own.
+            if kept is not None:
+                self._kept.move_to_end(key)
+                return kept[1]
+        steps = self._resolve(plan, given, set(rows))
+        if context.generation != self._generation:
+            self._kept.clear()
+            self._generation = context.generation
+        self._kept[key] = (plan, steps)
+        if len(self._kept) > MOST_RECORDINGS:
+            self._kept.popitem(last=False)
+        return steps
+
+    def _resolve(self, plan: Plan, given: Mapping[str, Any], exact: set[str]) -> list[Step]:
+        context = self.context
+        buffers = dict(given)
+        for name, nbytes in plan.planes.items():
+            if name not in buffers:
+                buffers[name] = context.pool.get(self._pool_key(plan.geometry, name), name, nbytes)
+        offsets = context.parameters.place([pack(d.kernel, d.params) for d in plan.dispatches])
+        return [
+            self._step(d, {n: self._range(buffers[n], plan.planes[n], n in exact) for n in d.planes}, offset)
+            for d, offset in zip(plan.dispatches, offsets, strict=True)
+        ]
+
+    def _pool_key(self, geometry: Geometry, name: str) -> tuple[Any, ...]:
+        # Row planes serve every layer of the device; scratch and shadows those of one geometry.
+        shared = base_plane(name).role == "rows" and not name.startswith(SHADOW)
+        return (name,) if shared else (geometry, name)
+
+    def _range(self, buffer: Any, nbytes: int, exact: bool) -> tuple[Any, int, int]:
+        # A buffer of the pool is bound whole, so that calls of other lengths share the bind group.
+        return (buffer, 0, nbytes if exact else min(buffer.size, self.context.limits.binding_bytes))
+
+    def _step(self, dispatch: Dispatch, ranges: Mapping[str, tuple[Any, int, int]], offset: int) -> Step:
+        context = self.context
+        kernel = KERNELS[dispatch.kernel]
+        pipeline, layout = context.pipeline(dispatch.kernel)
+        params = (context.parameters.buffer, 0, kernel.params_dtype.itemsize)
+        with context.translated(f"{dispatch.kernel}: bind group"):
+            group = context.groups.get(
+                dispatch.kernel, layout, [params, *(ranges[p] for p in dispatch.planes)]
+            )
+        bound = tuple(
+            Bound(plane, context.groups.serial(ranges[plane][0]), binding.access)
+            for plane, binding in zip(dispatch.planes, kernel.bindings, strict=True)
+        )
+        return Step(dispatch.kernel, pipeline, group, [offset], dispatch.grid, bound)
+
+
+def record(steps: list[Step], compute_pass: Any) -> None:
+    """Tells a compute pass the steps, in order."""
+    pipeline = None
+    for step in steps:
+        if step.pipeline is not pipeline:
+            pipeline = step.pipeline
+            compute_pass.set_pipeline(pipeline)
+        compute_pass.set_bind_group(0, step.group, step.offsets)
+        compute_pass.dispatch_workgroups(*step.grid)
