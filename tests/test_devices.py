@@ -294,3 +294,22 @@ def test_reports_tell_name_backend_and_path() -> None:
     assert device.info()["backend"] == "cpu"
     assert device.info()["path"] == "auto"
     assert repr(device) == f"Device({device.name!r}, 'cpu', path='auto')"
+
+
+@pytest.mark.parametrize(
+    ("driver", "problem"),
+    [
+        ("3.3.0 NVIDIA 580.159.04", "OpenGL 3.3, needs 4.3 for compute shaders"),
+        ("4.5 (Core Profile) Mesa 22.3.6", None),
+        ("4.3.0 NVIDIA 580.159.04", None),
+        ("OpenGL ES 3.2 NVIDIA 580.159.04", None),
+        ("", None),
+    ],
+)
+def test_an_opengl_context_without_compute_shaders_is_listed_as_such(
+    driver: str, problem: str | None
+) -> None:
+    handle = SimpleNamespace(
+        info={"device": "Card", "backend_type": "OpenGL", "description": driver}, features=(), limits={}
+    )
+    assert listing.describe(handle).problem == problem

@@ -6,6 +6,7 @@ wgpu is imported when adapters are first asked for, never when this module is.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,6 +136,19 @@ def limits_problem(limits: Mapping[str, int]) -> str | None:
     return "; ".join(short) or None
 
 
+def context_problem(driver: str) -> str | None:
+    """Why an OpenGL context of this version string has no compute shaders, if so.
+
+    wgpu asks for OpenGL 3.3. Mesa answers with the newest version it has, NVIDIA's driver with 3.3, and
+    opening such an adapter fails late, with the device reported lost.
+    """
+    version = re.match(r"(\d+)\.(\d+)", driver)
+    if version is None or "ES" in driver.split():
+        return None
+    major, minor = int(version[1]), int(version[2])
+    return None if (major, minor) >= (4, 3) else f"OpenGL {major}.{minor}, needs 4.3 for compute shaders"
+
+
 def describe(handle: Any, ordinal: int = 0) -> AdapterInfo:
     """The description of a wgpu or wgpudawn adapter; a probe that fails becomes its `problem`."""
     problem = None
@@ -147,6 +161,8 @@ def describe(handle: Any, ordinal: int = 0) -> AdapterInfo:
         features = tuple(dict.fromkeys(told for name, told in FEATURES.items() if name in have))
         limits = {name: int(handle.limits[name]) for name in DEFAULT_LIMITS if name in handle.limits}
         problem = limits_problem(limits)
+        if problem is None and _BACKENDS.get(_squeeze(info.get("backend_type"))) == "gl":
+            problem = context_problem(str(info.get("description") or ""))
     except Exception as error:  # a listing must come whatever one driver does
         problem = f"cannot be probed: {error}"
     name = str(info.get("device") or info.get("description") or "unnamed adapter")
