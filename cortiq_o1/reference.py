@@ -36,8 +36,8 @@ Float64 = npt.NDArray[np.float64]
 EPSILON = 2.0**-24
 """Half a unit in the last place of 1 in float32."""
 BASE_BOUND = 1e-5
-CANCEL_FACTOR = 8.0
-"""Rounding errors that the far field's cancellation may magnify; see `docs/operator.md`."""
+ROUNDINGS = 8.0
+"""Roundings, each of `EPSILON`, granted to every value that enters a sum; see `_rounding`."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,15 @@ class StepResult:
         return np.where(np.isfinite(error), error, np.inf)
 
 
+def _rounding(exponent: Float64, terms: Float64) -> Float64:
+    """Relative error of `exp(exponent)` in units of `ROUNDINGS * EPSILON`.
+
+    The exponent is a difference of logits: what rounding costs a logit grows with its `terms`
+    `s * sum |q_i k_i|`, what it costs the difference, and WGSL's exp itself, with `|exponent|`.
+    """
+    return 1.0 + np.abs(exponent) + terms
+
+
 class _Group:
     """One KV head and the query heads that read it."""
 
@@ -79,6 +88,12 @@ class _Group:
         self.far_max = np.full((heads, m), -np.inf)
         self.far_mass = np.zeros((heads, m))
         self.far_num = np.zeros((heads, m, self.geometry.value_dim or 0))
+        self._start_rounding()
+
+    def _start_rounding(self) -> None:
+        """Errors of mass and numerator in units of `ROUNDINGS * EPSILON`: as yet their last rounding."""
+        self.mass_rounding = self.far_mass.copy()
+        self.num_rounding = np.abs(self.far_num)
 
     def push(self, k: Float64, v: Float64) -> None:
         """Steps 1 and 2 of a row: the oldest row leaves a full ring, the new one enters."""
@@ -96,6 +111,9 @@ class _Group:
         weight = np.exp(logit - new_max)
         self.far_mass = rescale * self.far_mass + weight
         self.far_num = rescale[:, :, None] * self.far_num + weight[:, :, None] * v
+        loss = weight * _rounding(logit - new_max, self.geometry.scale32 * (np.abs(self.q_tilde) @ np.abs(k)))
+        self.mass_rounding = rescale * self.mass_rounding + loss
+        self.num_rounding = rescale[:, :, None] * self.num_rounding + loss[:, :, None] * np.abs(v)
         self.far_max = new_max
         self.far_len += 1
 
@@ -104,43 +122,74 @@ class _Group:
         scale = np.float64(self.geometry.scale32)
         keys = np.array([k for k, _ in (*self.sinks, *self.ring)])
         values = np.array([v for _, v in (*self.sinks, *self.ring)])
-        logits = scale * (q @ keys.T)
-        results = [self._head(h, logits[h], values, scale * (self.k_tilde @ q[h])) for h in range(len(q))]
+        near = scale * (q @ keys.T), scale * (np.abs(q) @ np.abs(keys).T)
+        land = scale * (q @ self.k_tilde.T), scale * (np.abs(q) @ np.abs(self.k_tilde).T)
+        results = [
+            self._head(h, near[0][h], near[1][h], values, land[0][h], land[1][h]) for h in range(len(q))
+        ]
         return StepResult(*(np.array(column) for column in zip(*results, strict=True)))
 
     def _head(
-        self, h: int, logits: Float64, values: Float64, p: Float64
+        self, h: int, x: Float64, x_terms: Float64, values: Float64, p: Float64, p_terms: Float64
     ) -> tuple[Float64, Float64, float, float]:
-        near_max = logits.max()
-        weights = np.exp(logits - near_max)
+        """A head's `out`, `other`, `bound`, `kappa`, from its near logits `x` over `values` and its
+        landmark logits `p`, each with its terms."""
+        unit = ROUNDINGS * EPSILON
+        near_max = x.max()
+        weights = np.exp(x - near_max)
+        weights_rounding = weights * _rounding(x - near_max, x_terms)
         near_num, near_den = weights @ values, weights.sum()
-        near_only = near_num / max(near_den, 1e-30)
+        near_only = near_num / near_den
+        near_bound = (
+            BASE_BOUND + unit * float((weights_rounding @ np.abs(values - near_only)).max()) / near_den
+        )
         if self.far_len == 0:
-            return near_only, near_only, BASE_BOUND, 0.0
+            return near_only, near_only, near_bound, 0.0
+        mu, mass, num, mix = self.far_max[h], self.far_mass[h], self.far_num[h], self.mix[h]
         f = p.max()
-        terms = np.exp(p - f)[:, None] * self.mix[h]
-        u = terms.sum(axis=0)
+        e = np.exp(p - f)
+        u = e @ mix
         if self.geometry.rect == "fm":
+            # A weight clamped at zero passes no error on; near zero it does, but then a small one.
+            mix = mix * (u > 0.0)
             u = np.maximum(u, 0.0)
-        c = max(near_max, (f + self.far_max[h]).max())
-        reach = np.exp(f + self.far_max[h] - c)
+        c = max(near_max, (f + mu).max())
+        reach = np.exp(f + mu - c)
         gain = u * reach
         near = np.exp(near_max - c)
-        far = gain @ self.far_mass[h]
-        num = near * near_num + gain @ self.far_num[h]
-        den = max(near * near_den + far, 1e-30)
-        with_far = num / den
-        # What cancels: the terms of each sum, taken without their signs.
-        size = np.abs(gain)
-        mass_terms = size @ self.far_mass[h]
-        num_terms = (size @ np.abs(self.far_num[h])).max()
-        spread = CANCEL_FACTOR * EPSILON * (num_terms + np.abs(with_far).max() * mass_terms) / den
-        kappa = max(mass_terms / max(abs(far), 1e-300), num_terms / max(np.abs(num).max(), 1e-300))
+        far = gain @ mass
+        den = near * near_den + far
+        with_far = (near * near_num + gain @ num) / max(den, 1e-30)
+
+        # How far roundings move a sum over b of gain_b * y_b: those of exp(p_a - f) act through all
+        # of row a of the mixing matrix at once, those of the sum u_b through its terms' sizes, which
+        # may be far above u_b itself.
+        e_rounding = e * _rounding(p - f, p_terms)
+        u_rounding = e @ np.abs(mix)
+        gain_rounding = np.abs(gain) * (_rounding(f + mu - c, np.abs(f + mu)))
+
+        def moved(y: Float64) -> Float64:
+            return e_rounding @ np.abs(mix @ (reach[:, None] * y)) + (
+                u_rounding * reach + gain_rounding
+            ) @ np.abs(y)
+
+        far_rounding = moved(mass[:, None])[0] + np.abs(gain) @ self.mass_rounding[h]
+        unsure = abs(far) <= unit * far_rounding
+        kappa = (np.abs(gain) @ mass) / max(abs(far), 1e-300)
+        if far < 0.0 and not unsure:
+            return near_only, near_only, near_bound, kappa
+        den = max(den, near * near_den, 1e-30)  # of two possible branches the bound is the larger
+        spread = (
+            near * (weights_rounding @ np.abs(values - with_far))
+            + moved(num - mass[:, None] * with_far)
+            + np.abs(gain) @ (self.num_rounding[h] + self.mass_rounding[h][:, None] * np.abs(with_far))
+        )
+        bound = BASE_BOUND + unit * float(spread.max()) / den
         out = near_only if far < 0.0 else with_far
-        unsure = abs(far) <= CANCEL_FACTOR * EPSILON * mass_terms
-        other = (with_far if far < 0.0 else near_only) if unsure else out
-        bound = BASE_BOUND + (0.0 if far < 0.0 and not unsure else spread)
-        return out, other, bound, kappa
+        if not unsure:
+            return out, out, bound, kappa
+        other = with_far if far < 0.0 else near_only
+        return out, other, max(bound, near_bound), kappa
 
 
 class ReferenceLayer:
@@ -176,6 +225,7 @@ class ReferenceLayer:
                 group.far_max = mz[:, MZ_MAX, :m]
                 group.far_mass = mz[:, MZ_TOTAL, :m] + mz[:, MZ_RECENT, :m]
                 group.far_num = t[:, T_TOTAL, :m] + t[:, T_RECENT, :m]
+                group._start_rounding()
             groups.append(group)
         return cls(geometry, groups)
 
