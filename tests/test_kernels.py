@@ -1,0 +1,81 @@
+"""Every kernel alone against its twin, on every adapter."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import geometries
+
+import cortiq_o1 as o1
+from cortiq_o1.kernels import FLUSH_ROWS, KERNELS, NO_FAR_LIMIT
+from cortiq_o1.verification.deviation import Deviation
+from cortiq_o1.verification.inputs import RANDOM_KINDS
+from cortiq_o1.verification.kernel_cases import PICKED, Group, KernelCase
+from cortiq_o1.verification.kernels import Step, check_step, trace
+
+
+@lru_cache(maxsize=len(PICKED))
+def traced(case: KernelCase) -> list[Step]:
+    return trace(case)
+
+
+def runs(case: KernelCase, kernel: str) -> bool:
+    return any(d.kernel == kernel for d in case.plan().dispatches)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case"),
+    [pytest.param(k, c, id=f"{k}-{c.name}") for k in KERNELS for c in PICKED if runs(c, k)],
+)
+def test_kernel_does_what_its_twin_does(gpu: o1.Device, kernel: str, case: KernelCase) -> None:
+    for step in traced(case):
+        if step.dispatch.kernel == kernel:
+            check(gpu, step)
+
+
+def check(gpu: o1.Device, step: Step) -> Deviation:
+    found = check_step(step, gpu.engine.run_kernel)
+    assert found.passed, f"{found.ratio:.3g} times the bound: {found.where}"
+    return found
+
+
+def test_every_kernel_has_a_picked_case() -> None:
+    assert {k for k in KERNELS if any(runs(c, k) for c in PICKED)} == set(KERNELS)
+
+
+@st.composite
+def cases(draw: Any) -> KernelCase:
+    """Small states in any position, poisoned where nobody may read, and a call on them."""
+    geometry = draw(geometries(max_window=20))
+    groups = []
+    for window in geometry.group_windows:
+        far_len = draw(st.sampled_from([0, 1, 300, FLUSH_ROWS - 7]))
+        groups.append(
+            Group(
+                length=window if far_len else draw(st.integers(0, window)),
+                head=draw(st.integers(0, window - 1)),
+                far_len=far_len,
+                far_limit=draw(st.just(NO_FAR_LIMIT) | st.integers(far_len, far_len + 12)),
+                landmarks=draw(st.none() | st.integers(4, geometry.landmarks)),
+            )
+        )
+    return KernelCase(
+        "drawn",
+        geometry,
+        rows=draw(st.integers(1, 24)),
+        groups=tuple(groups),
+        kind=draw(st.sampled_from(RANDOM_KINDS)),
+        commit=draw(st.booleans()),
+        seed=draw(st.integers(0, 999)),
+    )
+
+
+@given(case=cases())
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+def test_kernels_do_what_their_twins_do_on_drawn_states(gpu: o1.Device, case: KernelCase) -> None:
+    for step in trace(case):
+        check(gpu, step)

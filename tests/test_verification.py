@@ -1,0 +1,338 @@
+"""The comparison itself: what is wrong must be seen, on a kernel, on a twin, on a whole layer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cortiq_o1 as o1
+from cortiq_o1.cli.main import main
+from cortiq_o1.cpu import executor
+from cortiq_o1.cpu.twins import TWINS
+from cortiq_o1.errors import ArgumentError, DeviceError, DeviceLostError
+from cortiq_o1.gpu.shaders import source as shader_source
+from cortiq_o1.kernels import HD_FAR, HD_HAVE, HD_MAX, KERNELS, S_MASS
+from cortiq_o1.verification import kernel_cases, layer_cases
+from cortiq_o1.verification.deviation import compare
+from cortiq_o1.verification.kernels import Step, check_step, trace
+from cortiq_o1.verification.layers import Truth, check_layer, truth
+from cortiq_o1.verification.suite import Cases, Suite, Target, target_of
+
+Planes = dict[str, np.ndarray]
+KERNEL_CASES = {c.name: c for c in kernel_cases.PICKED}
+LAYER_CASES = {c.name: c for c in layer_cases.PICKED}
+
+
+@cache
+def known(case: layer_cases.LayerCase) -> Truth:
+    """The reference is slower than any device, so each case goes through it once."""
+    return truth(case)
+
+
+# A kernel, a picked case that must show the fault, the text that is right and the one that is not.
+FAULTS = {
+    "scale-dropped": ("o1c_score", "two-sub-chunks", "sum4(acc) * params.scale", "sum4(acc)"),
+    "slot-off-by-one": ("o1c_sum", "two-sub-chunks", "(group.head + x) %", "(group.head + x + 1u) %"),
+    "row-lands-one-early": ("o1c_ring_commit", "ring-fills", "group.len + j)", "group.len + j - 1u)"),
+    "far-limit-ignored": ("o1c_meta", "far-closes", "min(evicted, room)", "evicted"),
+    "far-limit-folds": ("o1c_far_e", "far-closes", "min(evicted, room)", "evicted"),
+    "reduction-stops-early": ("o1c_soft", "two-sub-chunks", "stride > 0u", "stride > 1u"),
+    "maximum-of-one-lane": ("o1c_max", "two-sub-chunks", "largest = reduce_max(lane, largest);", ""),
+    "spare-landmarks-read": ("o1c_far", "few-landmarks", "lane < landmarks", "lane < params.m"),
+    "dropped-far-keeps-its-maximum": ("o1c_far", "noise", "            largest = near;", ""),
+    "clamp-forgotten": ("o1c_far", "clamped", "u = max(u, 0.0);", ""),
+    "empty-far-counts": ("o1c_add", "noise", "HD_HAVE] > 0.5", "HD_HAVE] > -1.0"),
+    "levels-never-join": ("o1c_far_commit", "levels-join", "if (flush) {", "if (flush && params.k > 999u) {"),
+    "first-row-only": ("o1c_land", "two-sub-chunks", "params.r0 + i", "i"),
+    "later-keys-shift-maxima": ("o1c_far_e", "loud", "min(folds.end, i + 1u)", "folds.end"),
+    "copy-one-short": ("o1c_copy", "uncommitted", "x < params.count", "x + 1u < params.count"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_kernel_is_seen(gpu: o1.Device, fault: str) -> None:
+    kernel, case, right, wrong = FAULTS[fault]
+    source = shader_source(kernel)
+    assert right in source
+    broken = source.replace(right, wrong)
+
+    def run(kernel: str, planes: Any, params: Any, grid: Any) -> Mapping[str, np.ndarray]:
+        return gpu.engine.run_kernel(kernel, planes, params, grid, source=broken)
+
+    steps = [s for s in trace(KERNEL_CASES[case]) if s.dispatch.kernel == kernel]
+    found = [check_step(step, run) for step in steps]
+    assert not all(d.passed for d in found), "the fault went unseen"
+    assert all(check_step(step, gpu.engine.run_kernel).passed for step in steps)
+
+
+def test_a_write_outside_of_a_plane_is_seen(gpu: o1.Device) -> None:
+    source = shader_source("o1c_max").replace("near_max[row] =", "near_max[row + params.nh * params.kcap] =")
+
+    def run(kernel: str, planes: Any, params: Any, grid: Any) -> Mapping[str, np.ndarray]:
+        return gpu.engine.run_kernel(kernel, planes, params, grid, source=source)
+
+    (step,) = (s for s in trace(KERNEL_CASES["one-row"]) if s.dispatch.kernel == "o1c_max")
+    with pytest.raises(DeviceError, match=r"o1c_max.*behind the end of near_max"):
+        check_step(step, run)
+    target = Target("broken", "none", gpu, run)
+    suite = Suite([target])
+    suite.run(Cases((KERNEL_CASES["one-row"],), ()))
+    assert target.kernels["o1c_max"].failed == 1
+    assert suite.failed
+
+
+def honest(kernel: str, planes: Mapping[str, np.ndarray], params: Any, grid: Any) -> Planes:
+    """An adapter that does exactly what the twins do."""
+    own = {name: plane.copy() for name, plane in planes.items()}
+    TWINS[kernel](params, grid, *own.values())
+    return {b.name: own[b.name] for b in KERNELS[kernel].bindings if b.access == "read_write"}
+
+
+@pytest.mark.parametrize("case", kernel_cases.PICKED, ids=lambda c: c.name)
+def test_the_twins_pass_their_own_check(case: kernel_cases.KernelCase) -> None:
+    for step in trace(case):
+        found = check_step(step, honest)
+        assert (found.error, found.ratio) == (0.0, 0.0), found.where
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1.0], ids=["nan", "infinite", "off"])
+def test_one_wrong_element_is_seen(kernel: str, value: float, rng: np.random.Generator) -> None:
+    case = KERNEL_CASES["uncommitted"]
+    step = next(s for s in trace(case) if s.dispatch.kernel == kernel)
+    names = [b.name for b in KERNELS[kernel].bindings if b.access == "read_write"]
+    for name in names:
+        at = int(rng.integers(step.after[name].size))
+
+        def run(k: str, planes: Any, params: Any, grid: Any, name: str = name, at: int = at) -> Planes:
+            found = honest(k, planes, params, grid)
+            flat = found[name].reshape(-1)
+            # An element off by a thousandth, or by one where it is an integer.
+            flat[at] = value if value != 1.0 and flat.dtype.kind == "f" else flat[at] * 1.001 + 1
+            return found
+
+        assert not check_step(step, run).passed
+
+
+def test_untouched_elements_must_stay() -> None:
+    """The smallest change to what a kernel has no business with counts."""
+    (step,) = (s for s in trace(KERNEL_CASES["far-empty"]) if s.dispatch.kernel == "o1c_far")
+
+    def run(k: str, planes: Any, params: Any, grid: Any) -> Planes:
+        found = honest(k, planes, params, grid)
+        found["gains"][0, 0, 0] = np.nextafter(found["gains"][0, 0, 0], np.float32(0))
+        return found
+
+    found = check_step(step, run)
+    assert found.ratio == np.inf
+    assert "gains[0, 0, 0]" in found.where
+
+
+def _drop_far(k: str, planes: Any, params: Any, grid: Any) -> Planes:
+    """What `o1c_far` writes where it drops the far field of every row."""
+    found = {name: planes[name].copy() for name in ("row_head", "gains", "evict_weights")}
+    head = found["row_head"][: params["k"]]
+    head[..., HD_MAX] = planes["near_max"][: params["k"]]
+    head[..., HD_FAR] = head[..., HD_HAVE] = 0.0
+    return found
+
+
+def test_a_far_mass_that_float32_cannot_sign_may_go_either_way() -> None:
+    step = next(s for s in trace(KERNEL_CASES["two-sub-chunks"]) if s.dispatch.kernel == "o1c_far")
+    params = dict(step.dispatch.params)
+    assert not check_step(step, _drop_far).passed  # here the sign is plain
+    before = {name: plane.copy() for name, plane in step.before.items()}
+    before["far_rows"][S_MASS] = 0.0
+    kept = Step(step.dispatch, before, {**before, **honest("o1c_far", before, params, step.dispatch.grid)})
+    dropped = Step(step.dispatch, before, {**before, **_drop_far("o1c_far", before, params, None)})
+    assert (kept.after["row_head"][..., HD_HAVE] != dropped.after["row_head"][..., HD_HAVE]).any()
+    for found in (kept, dropped):
+        for run in (honest, _drop_far):
+            assert check_step(found, run).passed
+
+
+@pytest.mark.parametrize(
+    ("kernel", "wrong"),
+    [
+        ("o1c_score", lambda p: {**p, "scale": p["scale"] * (1 + 1e-5)}),
+        ("o1c_land", lambda p: {**p, "r0": 1}),
+        ("o1c_far_e", lambda p: {**p, "scale": p["scale"] * (1 + 1e-5)}),
+    ],
+)
+def test_a_broken_twin_is_seen(
+    gpu: o1.Device, monkeypatch: pytest.MonkeyPatch, kernel: str, wrong: Callable[[Any], Any]
+) -> None:
+    def broken(p: Any, grid: Any, *planes: np.ndarray) -> None:
+        TWINS[kernel](wrong(p), grid, *planes)
+
+    monkeypatch.setattr(executor, "TWINS", {**TWINS, kernel: broken})
+    steps = [s for s in trace(KERNEL_CASES["uncommitted"]) if s.dispatch.kernel == kernel]
+    assert not all(check_step(step, gpu.engine.run_kernel).passed for step in steps)
+
+
+def test_compare_names_the_worst_element() -> None:
+    got = np.array([[1.0, 2.0], [3.0, 4.5]], np.float32)
+    want = np.array([[1.0, 2.0], [3.25, 4.0]], np.float32)
+    found = compare("plane", got, want, np.array([[0.0, 0.0], [1.0, 0.25]]))
+    assert (found.error, found.ratio, found.passed) == (0.125, 2.0, False)  # relative above 1
+    assert found.where.startswith("plane[1, 1] is 4.5, expected 4.0")
+    assert not compare("plane", got[0], want, np.zeros(())).passed
+    assert compare("plane", got, got, np.zeros(())).passed
+
+
+DEVICES = [pytest.param("auto", id="direct"), pytest.param("stages", id="twins")]
+
+
+@pytest.mark.parametrize("path", DEVICES)
+@pytest.mark.parametrize("case", layer_cases.PICKED, ids=lambda c: c.name)
+def test_layers_on_numpy_follow_the_reference(path: str, case: layer_cases.LayerCase) -> None:
+    found = check_layer(known(case), o1.open_device("cpu", path))
+    assert found.passed, found.where
+
+
+@pytest.mark.parametrize("case", layer_cases.PICKED, ids=lambda c: c.name)
+def test_layers_follow_the_reference(gpu: o1.Device, case: layer_cases.LayerCase) -> None:
+    found = check_layer(known(case), gpu)
+    assert found.passed, found.where
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_random_layers_follow_the_reference(gpu: o1.Device, number: int) -> None:
+    case = layer_cases.random_case(7, number)
+    found = check_layer(known(case), gpu)
+    assert found.passed, f"{found.where}: {case.describe()}"
+
+
+class _Wrong:
+    """A device whose layers do something wrong."""
+
+    def __init__(self, change: Callable[[Any, np.ndarray], np.ndarray]) -> None:
+        self.device = o1.open_device("cpu")
+        self.change = change
+
+    def load(self, state: o1.LayerState) -> Any:
+        layer, change = self.device.load(state), self.change
+
+        class Wrong:
+            def attend(self, q: Any, k: Any, v: Any, commit: bool) -> np.ndarray:
+                return change(layer, layer.attend(q, k, v, commit=commit))
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(layer, name)
+
+        return Wrong()
+
+
+def _nudge(layer: Any, out: np.ndarray) -> np.ndarray:
+    out[-1, -1, -1] += 2e-4
+    return out
+
+
+def _nan(layer: Any, out: np.ndarray) -> np.ndarray:
+    out[0, 0, 0] = np.nan
+    return out
+
+
+def _lost_commit(layer: Any, out: np.ndarray) -> np.ndarray:
+    if layer.pending:
+        layer.commit(0)
+        layer.commit = lambda rows: None
+    return out
+
+
+@pytest.mark.parametrize("change", [_nudge, _nan, _lost_commit])
+def test_a_wrong_layer_is_seen(change: Any) -> None:
+    clustered = known(LAYER_CASES["clustered"])
+    assert not check_layer(clustered, _Wrong(change)).passed  # type: ignore[arg-type]
+    assert check_layer(clustered, _Wrong(lambda layer, out: out)).passed  # type: ignore[arg-type]
+
+
+def test_the_parity_geometries_have_a_bound_of_their_own() -> None:
+    parity = [c for c in layer_cases.PICKED if c.name.startswith("parity-")]
+    assert len(parity) == 4
+    assert all(c.most == 2e-5 for c in parity)
+
+
+def test_a_lost_device_fails_once_and_ends_its_column() -> None:
+    calls = []
+
+    def run(kernel: str, *rest: Any) -> Any:
+        calls.append(kernel)
+        raise DeviceLostError("gone")
+
+    target = Target("lost", "none", o1.open_device("cpu"), run)
+    suite = Suite([target])
+    suite.run(Cases.of("quick", 0))
+    assert len(calls) == 1
+    assert suite.failed
+    assert target.problem == "gone"
+    assert not target.layers
+
+
+def test_random_cases_are_built_from_their_name() -> None:
+    everything = Cases.of("default", 5)
+    one = Cases.of("quick", 0, "random-5-11")
+    assert one.kernels[0] in everything.kernels
+    assert one.layers[0] in everything.layers
+    with pytest.raises(ArgumentError, match="no-such"):
+        Cases.of("quick", 0, "no-such")
+
+
+def test_numpy_has_a_column_of_layers_alone() -> None:
+    target = target_of(o1.open_device("cpu"), "NumPy", "cpu")
+    suite = Suite([target])
+    suite.run(Cases.of("quick", 0, "window-1"))
+    assert not target.kernels
+    assert target.layers["window-1"].checks == 1
+    assert not suite.failed
+
+
+def test_verify_passes_on_numpy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--device", "cpu", "--case", "window-1", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["passed"]
+    assert [t["label"] for t in report["targets"]] == ["NumPy", "NumPy twins"]
+    assert all(t["layers"]["window-1"]["worst_ratio"] < 1 for t in report["targets"])
+
+
+def test_verify_exits_with_1_and_says_how_to_repeat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(p: Any, grid: Any, *planes: np.ndarray) -> None:
+        TWINS["o1c_score"]({**p, "scale": 1.01 * p["scale"]}, grid, *planes)
+
+    monkeypatch.setattr(executor, "TWINS", {**TWINS, "o1c_score": broken})
+    assert main(["verify", "--device", "cpu", "--case", "clustered"]) == 1
+    out = capsys.readouterr().out
+    assert "NumPy twins: clustered fails in clustered" in out
+    assert "cortiq-o1 verify --device cpu --case clustered" in out
+    assert "1 failed" in out
+
+
+def test_verify_of_an_unknown_device_exits_with_3(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--device", "no-such-adapter", "--case", "window-1"]) == 3
+    assert "no-such-adapter" in capsys.readouterr().err
+
+
+def test_an_interruption_prints_what_is_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_layer = Suite._run_layer
+    done: list[Any] = []
+
+    def interrupted(self: Suite, case: Any) -> None:
+        if done:
+            raise KeyboardInterrupt
+        done.append(case)
+        run_layer(self, case)
+
+    monkeypatch.setattr(Suite, "_run_layer", interrupted)
+    assert main(["verify", "--device", "cpu", "--quick", "--json"]) == 130
+    report = json.loads(capsys.readouterr().out)
+    assert report["interrupted"]
+    assert all(len(t["layers"]) == 1 for t in report["targets"])
