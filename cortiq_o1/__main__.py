@@ -1,0 +1,8 @@
+"""`python -m cortiq_o1`, the same as `cortiq-o1`."""
+
+import sys
+
+from .cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())
