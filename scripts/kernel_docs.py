@@ -90,8 +90,8 @@ def render() -> str:
             lines.append(f"| {number} | `{binding.name}` | {access} | `{binding.element}` |")
         lines += [
             "",
-            f"Workgroup {' x '.join(map(str, kernel.workgroup))}, {kernel.shared_bytes} bytes shared. Grid for "
-            f"{EXAMPLE_ROWS} rows of {EXAMPLE.num_heads} heads, {EXAMPLE.num_kv_heads} KV heads, "
+            f"Workgroup {' x '.join(map(str, kernel.workgroup))}, {kernel.shared_bytes} bytes shared. "
+            f"Grid for {EXAMPLE_ROWS} rows of {EXAMPLE.num_heads} heads, {EXAMPLE.num_kv_heads} KV heads, "
             f"d = {EXAMPLE.head_dim}, window {EXAMPLE.window}: {' x '.join(map(str, grid))}.",
             "",
             f"Deviates: {kernel.deviation}",
