@@ -21,6 +21,7 @@ from .gpu.adapters import (
     describe,
     device_limits,
     find_adapters,
+    find_dawn_adapters,
     limits_problem,
     open_adapter,
 )
@@ -101,6 +102,11 @@ class Device:
     def name(self) -> str:
         """The adapter's name, or the processor's."""
         return self._info.name
+
+    @property
+    def described(self) -> DeviceInfo:
+        """The device as `devices` lists it; `open_device` takes it."""
+        return self._info
 
     @property
     def backend(self) -> str:
@@ -201,7 +207,7 @@ def open_device(name: str | DeviceInfo | AdapterInfo | Any = "auto", path: str =
         name: "auto" for the best GPU that is no software renderer, else the CPU with a
             `FallbackWarning`; the environment variable `CORTIQ_O1_DEVICE` stands in for it. "cpu" for
             NumPy. "vulkan", "metal", "d3d12" or "gl" for that backend's best adapter, a part of an
-            adapter's name, or both as "gl:llvmpipe". An entry of `devices`. An open `GPUDevice` of wgpu
+            adapter's name, or both as "gl:llvmpipe"; "dawn" for wgpudawn's best. An entry of `devices`. An open `GPUDevice` of wgpu
             or of wgpudawn.
         path: how plans are made, see `planning.plan`; on the CPU "auto" computes without a plan and
             "stages" runs the kernels' NumPy twins.
@@ -231,12 +237,14 @@ def open_device(name: str | DeviceInfo | AdapterInfo | Any = "auto", path: str =
 
 def _choose(wanted: str, given: str, source: str) -> AdapterInfo:
     """The best adapter that a lower-case name stands for."""
-    adapters, why = find_adapters()
     backend, colon, part = wanted.partition(":")
     backend = _ALIASES.get(backend, backend)
-    if wanted in BACKENDS:
+    adapters, why = find_dawn_adapters() if backend == "dawn" else find_adapters()
+    if wanted == "dawn":
+        matches = adapters
+    elif wanted in BACKENDS:
         matches = [a for a in adapters if a.backend == wanted]
-    elif colon and backend in BACKENDS:
+    elif colon and backend in (*BACKENDS, "dawn"):
         matches = [a for a in adapters if a.backend == backend and part.strip() in a.name.lower()]
     else:
         matches = [a for a in adapters if wanted and wanted in a.name.lower()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -313,3 +314,19 @@ def test_an_opengl_context_without_compute_shaders_is_listed_as_such(
         info={"device": "Card", "backend_type": "OpenGL", "description": driver}, features=(), limits={}
     )
     assert listing.describe(handle).problem == problem
+
+
+@pytest.mark.dawn
+def test_dawn_is_opened_by_name_and_listed_by_nobody() -> None:
+    found, why = listing.find_dawn_adapters()
+    if not found:
+        if os.environ.get("CI"):
+            raise AssertionError(why)
+        pytest.skip(str(why))
+    device = o1.open_device("dawn")
+    assert device.backend == "dawn"
+    assert device is not o1.open_device("dawn")
+    assert device.gpu is o1.open_device(f"dawn:{found[0].name}").gpu
+    assert "dawn" not in {info.backend for info in o1.devices()}
+    with pytest.raises(o1.DeviceError, match="no device answers to 'dawn:nothing'; there is: dawn:"):
+        o1.open_device("dawn:nothing")

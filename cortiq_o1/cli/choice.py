@@ -28,7 +28,8 @@ def choose(names: Sequence[str]) -> list[DeviceInfo]:
         else:
             found = _matching(name, listed)
         chosen += [info for info in found if info not in chosen]
-    return sorted(chosen, key=listed.index)
+    # Dawn's adapters are in no listing.
+    return sorted(chosen, key=lambda info: listed.index(info) if info in listed else len(listed))
 
 
 def _matching(name: str, listed: Sequence[DeviceInfo]) -> list[DeviceInfo]:
@@ -38,7 +39,7 @@ def _matching(name: str, listed: Sequence[DeviceInfo]) -> list[DeviceInfo]:
     if not found:
         # `open_device` knows more spellings, and what to say of one that it does not know.
         opened = open_device(name)
-        found = [info for info in listed if _is(info, opened)]
+        found = [info for info in listed if _is(info, opened)] or [opened.described]
     usable = [info for info in found if not info.problem]
     if not usable:
         raise DeviceError(f"{found[0].label}: cannot be used: {found[0].problem}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import DeviceError
@@ -199,6 +199,23 @@ def find_adapters() -> tuple[list[AdapterInfo], str | None]:
     if not handles:
         return [], "wgpu finds no adapter; a Vulkan, Metal, DX12 or OpenGL driver may be missing"
     return ranked(_with_ordinals(handles)), None
+
+
+def find_dawn_adapters() -> tuple[list[AdapterInfo], str | None]:
+    """What Dawn, the WebGPU of Chromium, sees through wgpudawn; and why that is nothing, if so.
+
+    A second opinion on the same hardware, with "dawn" for its backend; no listing has it unasked.
+    """
+    try:
+        import wgpudawn
+
+        handles = wgpudawn.gpu.enumerate_adapters_sync()
+    except ImportError as error:
+        return [], f"wgpudawn cannot be imported: {error}"
+    except Exception as error:
+        return [], f"Dawn cannot list adapters: {type(error).__name__}: {error}"
+    found = [replace(info, backend="dawn") for info in _with_ordinals(handles)]
+    return ranked(found), None if found else "Dawn finds no adapter"
 
 
 def _with_ordinals(handles: Iterable[Any]) -> Iterator[AdapterInfo]:
