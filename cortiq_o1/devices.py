@@ -207,8 +207,8 @@ def open_device(name: str | DeviceInfo | AdapterInfo | Any = "auto", path: str =
         name: "auto" for the best GPU that is no software renderer, else the CPU with a
             `FallbackWarning`; the environment variable `CORTIQ_O1_DEVICE` stands in for it. "cpu" for
             NumPy. "vulkan", "metal", "d3d12" or "gl" for that backend's best adapter, a part of an
-            adapter's name, or both as "gl:llvmpipe"; "dawn" for wgpudawn's best. An entry of `devices`. An open `GPUDevice` of wgpu
-            or of wgpudawn.
+            adapter's name, or both as "gl:llvmpipe"; "dawn" for wgpudawn's best. An entry of `devices`.
+            An open `GPUDevice` of wgpu or of wgpudawn.
         path: how plans are made, see `planning.plan`; on the CPU "auto" computes without a plan and
             "stages" runs the kernels' NumPy twins.
 

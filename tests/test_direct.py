@@ -286,7 +286,7 @@ def test_commit_keeps_its_own_copy_of_the_latest_rows(rng: np.random.Generator) 
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["attend_near", "far_gains", "far_stages", "move", "keep"])
+@pytest.mark.parametrize("where", ["Window", "far_gains", "far_stages", "move", "keep"])
 def test_a_call_that_fails_on_the_way_has_moved_nothing(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, where: str, error: type[BaseException]
 ) -> None:

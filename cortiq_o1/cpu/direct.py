@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,16 @@ from ..errors import StateError
 from ..geometry import Geometry
 from ..kernels import MZ_MAX, MZ_RECENT, MZ_TOTAL, STATE_PLANES, T_RECENT, T_TOTAL
 from ..planning import Limits, sub_chunks
-from .far import FarStages, empty_maximum, far_gains, far_stages
-from .near import Scratch, Window, add_values, attend_near, scores
+from .far import FarGains, FarStages, empty_maximum, far_gains, far_stages
+from .near import WHOLE_ROWS, Scratch, Window, add_values, scores
 from .resident import DirectResident, Journal, Run, Spares, Step, find_runs
 
 CHUNK_ROWS = 64
 """Rows of a sub-chunk: enough for full-speed products, few enough for the far field's stages."""
 BLOCK_ROWS = 64
-"""Rows times heads of a near product: its logits over a window of 2,048 stay in a core's cache."""
+"""Rows times heads whose logits over a window of 2,048 stay in a core's cache."""
+WHOLE_LOGITS = 2**23
+"""Most logits at a time where products are whole."""
 PARALLEL_WORK = 2**20
 """Multiply-adds from which a sub-chunk is worth handing to other threads."""
 
@@ -132,60 +135,78 @@ class DirectEngine:
         if moves and any(run.folded for run in step.runs):
             step.far_mz = resident.far_mz.copy()
             step.t_recent = self._spares.take(resident.t_recent)
-        workers, tasks = self._tasks(geometry, step.runs, len(k))
+        lanes = len(k) * geometry.heads_per_group
+        near = geometry.window + geometry.sinks
+        work = geometry.num_kv_heads * lanes * near * (geometry.head_dim + v.shape[2])
+        workers = self.threads if work >= self.parallel_work else 1
 
-        def work_off(scratch: Scratch) -> None:
-            # NumPy keeps its error handling per thread: weights may underflow, they are then nothing.
-            with np.errstate(under="ignore"):
-                while tasks:
-                    try:
-                        task = tasks.popleft()
-                    except IndexError:  # another thread was quicker
-                        return
-                    _Work(resident, step, task, scratch)(q, out)
+        def work_off(tasks: Iterable[_Task], share: Share, scratch: Scratch) -> None:
+            for task in tasks:
+                _Work(resident, step, task, scratch, share)(q, out)
 
-        self._share(work_off, workers)
+        # BLAS has threads of its own: they and the engine's take turns. Which product is whole follows
+        # from the rows alone, so that its bits are the same with and without outputs.
+        with np.errstate(under="ignore"):
+            if lanes >= WHOLE_ROWS:
+                most = max(1, WHOLE_LOGITS // (lanes * (near + len(k))))
+                tasks = _cut(geometry, step.runs, most, 1)
+                work_off(tasks, partial(self._share, workers), self._scratch[0])
+            else:
+                workers = min(workers, geometry.num_heads)
+                tasks = _cut(geometry, step.runs, max(1, BLOCK_ROWS // lanes), workers)
+                self._share(workers, lambda scratch, some: work_off(some, _alone, scratch), tasks)
         return step
 
-    def _tasks(self, geometry: Geometry, runs: list[Run], rows: int) -> tuple[int, deque[_Task]]:
-        """How many threads a sub-chunk is worth, and its parts.
-
-        The parts are the same with and without outputs: a product's bits follow its shape.
-        """
-        groups, hpg = geometry.num_kv_heads, geometry.heads_per_group
-        near = geometry.window + geometry.sinks
-        work = geometry.num_heads * rows * near * (geometry.head_dim + (geometry.value_dim or 0))
-        workers = min(self.threads, geometry.num_heads) if work >= self.parallel_work else 1
-        if workers > groups:
-            # Each part reads its group's keys again, from a cache that the cores share.
-            h_step = -(-hpg // -(-workers // groups))
-            parts = [
-                _Task(run, slice(g, g + 1), slice(h, min(h + h_step, hpg)))
-                for run in runs
-                for g in range(run.first, run.last)
-                for h in range(0, hpg, h_step)
-            ]
-        else:
-            # Small tasks keep threads evenly busy, large ones cost less of Python.
-            g_step = 1 if rows * hpg >= BLOCK_ROWS else -(-groups // workers)
-            parts = [
-                _Task(run, slice(g, min(g + g_step, run.last)), slice(hpg))
-                for run in runs
-                for g in range(run.first, run.last, g_step)
-            ]
-        return min(workers, len(parts)), deque(parts)
-
-    def _share(self, work_off: Callable[[Scratch], None], workers: int) -> None:
-        """Runs `work_off` on this thread and on others, to the end of all of them."""
+    def _share(self, workers: int, job: Callable[[Scratch, Iterable[Any]], None], parts: list[Any]) -> None:
+        """Runs `job` on `parts`, on this thread and on others, to the end of all of them."""
+        workers = min(workers, len(parts))
         if workers > 1 and self._pool is None:
             self._pool = ThreadPoolExecutor(self.threads - 1, thread_name_prefix="cortiq-o1")
-        others = [self._pool.submit(work_off, s) for s in self._scratch[1:workers]] if self._pool else []
+        left = deque(parts)
+
+        def rest() -> Iterator[Any]:
+            while left:
+                try:
+                    part = left.popleft()
+                except IndexError:  # another thread was quicker
+                    return
+                yield part
+
+        def elsewhere(scratch: Scratch) -> None:
+            # NumPy keeps its error handling per thread: weights may underflow, they are then nothing.
+            with np.errstate(under="ignore"):
+                job(scratch, rest())
+
+        others = [self._pool.submit(elsewhere, s) for s in self._scratch[1:workers]] if self._pool else []
         try:
-            work_off(self._scratch[0])
+            job(self._scratch[0], rest())
         finally:
             wait(others)
         for other in others:
             other.result()
+
+
+Share = Callable[[Callable[[Scratch, Iterable[Any]], None], list[Any]], None]
+"""Runs a job on parts of something, perhaps on several threads."""
+
+
+def _alone(job: Callable[[Scratch, Iterable[Any]], None], parts: list[Any]) -> None:
+    job(Scratch(), parts)
+
+
+def _cut(geometry: Geometry, runs: list[Run], most: int, workers: int) -> list[_Task]:
+    """The parts of a sub-chunk, of at most `most` groups each, for `workers` to share."""
+    groups, hpg = geometry.num_kv_heads, geometry.heads_per_group
+    g_step, h_step = min(most, -(-groups // workers)), hpg
+    if workers > groups:
+        # Each part reads its group's keys again, from a cache that the cores share.
+        h_step = -(-hpg // -(-workers // groups))
+    return [
+        _Task(run, slice(g, min(g + g_step, run.last)), slice(h, min(h + h_step, hpg)))
+        for run in runs
+        for g in range(run.first, run.last, g_step)
+        for h in range(0, hpg, h_step)
+    ]
 
 
 @dataclass(frozen=True)
@@ -200,8 +221,10 @@ class _Task:
 class _Work:
     """A task on its way."""
 
-    def __init__(self, resident: DirectResident, step: Step, task: _Task, scratch: Scratch) -> None:
-        self.resident, self.step, self.scratch = resident, step, scratch
+    def __init__(
+        self, resident: DirectResident, step: Step, task: _Task, scratch: Scratch, share: Share
+    ) -> None:
+        self.resident, self.step, self.scratch, self.share = resident, step, scratch, share
         self.run, self.groups = task.run, task.groups
         self.count = task.groups.stop - task.groups.start
         self.hpg = len(range(*task.heads.indices(resident.geometry.heads_per_group)))
@@ -222,7 +245,7 @@ class _Work:
         elif self.step.t_recent is not None:
             self.step.t_recent[self.heads] = self.resident.t_recent[self.heads]
         if q is not None and out is not None:
-            self._attend(q, out, stages, values)
+            self._attend(q, out, stages)
 
     def _fold(self) -> tuple[FarStages, Float32]:
         """The far field's stages, and the folded rows' values `(g, f, dv)`."""
@@ -286,74 +309,74 @@ class _Work:
             index = (heads + self.heads.start, marks)
             step.totals.append((index, resident.t_total[index] * flat[heads, marks, None]))
 
-    def _attend(self, q: Float32, out: Float32, stages: FarStages | None, values: Float32 | None) -> None:
-        resident, run, scratch = self.resident, self.run, self.scratch
+    def _attend(self, q: Float32, out: Float32, stages: FarStages | None) -> None:
+        resident, run, scratch, step = self.resident, self.run, self.scratch, self.step
+        geometry = resident.geometry
         g, h, rows = self.count, self.hpg, run.rows
         width, value_width = q.shape[2], out.shape[2]
         queries = scratch.take("queries", g, h, rows, width)
-        np.multiply(
-            q[:, self.heads].reshape(rows, g, h, width).transpose(1, 2, 0, 3),
-            resident.geometry.scale32,
-            out=queries,
-        )
-        numerator = scratch.take("numerator", g, h, rows, value_width)
-        near_max = scratch.take("near_max", g, h, rows)
+        by_group = q[:, self.heads].reshape(rows, g, h, width).transpose(1, 2, 0, 3)
+        np.multiply(by_group, geometry.scale32, out=queries)
+        window = Window(run.length, run.head, run.window, geometry.window, geometry.sinks, rows)
+        logits = scratch.take("logits", g, h, rows, window.columns)
+        own_k, own_v = (rows_of[:, self.groups].swapaxes(0, 1) for rows_of in (step.k, step.v))
+        window.scores(_join(queries), resident.ring_k[self.groups], own_k, _join(logits))
+        top = scratch.take("top", g, h, rows)
         mass = scratch.take("mass", g, h, rows)
-        self._near(queries, numerator, near_max, mass)
-        if stages is not None and values is not None:
-            m = run.landmarks
-            logits = scratch.take("marks", g, h, rows, m)
-            scores(_join(queries), resident.k_tilde[self.groups, :m], _join(logits))
-            far = far_gains(
-                stages,
-                run.after,
-                run.far_len == 0,
-                logits,
-                self._by_group(resident.mix)[:, :, :m, :m],
-                near_max,
-                resident.geometry.rect == "fm",
-            )
-            # The near sums to the scale of the row's own maximum.
-            np.subtract(near_max, far.top, out=near_max)
-            np.exp(near_max, out=near_max)
-            np.multiply(mass, near_max, out=mass)
-            np.multiply(numerator, near_max[..., None], out=numerator)
+
+        def find_largest(_: Scratch, parts: Iterable[Any]) -> None:
+            for part in parts:
+                window.hide(logits[part])
+                np.max(logits[part], axis=3, out=top[part])
+
+        blocks = self._blocks()
+        self.share(find_largest, blocks)
+        far = None if stages is None else self._far(queries, stages, top)
+        top = top if far is None else far.top
+
+        def weigh(_: Scratch, parts: Iterable[Any]) -> None:
+            for part in parts:
+                weights = logits[part]
+                np.subtract(weights, top[part][..., None], out=weights)
+                np.exp(weights, out=weights)
+                np.sum(weights, axis=3, out=mass[part])
+                if far is not None and far.evicted is not None:
+                    window.put(weights, far.evicted[part])
+
+        self.share(weigh, blocks)
+        numerator = scratch.take("numerator", g, h * rows, value_width)
+        numerator.fill(0.0)
+        window.add_values(_join(logits), resident.ring_v[self.groups], own_v, numerator, scratch)
+        numerator = numerator.reshape(g * h, rows, value_width)
+        if far is not None:
             np.add(mass, far.mass, out=mass)
             if run.far_len:
-                sums = numerator.reshape(g * h, rows, value_width)
-                for level in (resident.t_total, resident.t_recent):
-                    add_values(far.gains.reshape(g * h, rows, m), level[self.heads, :m], sums, scratch)
-            if far.evicted is not None:
-                add_values(_join(far.evicted), values, _join(numerator), scratch)
+                m = run.landmarks
+                before = resident.t_total[self.heads, :m] + resident.t_recent[self.heads, :m]
+                add_values(far.gains.reshape(g * h, rows, m), before, numerator, scratch)
         np.maximum(mass, np.float32(1e-30), out=mass)
-        np.divide(
-            numerator.reshape(g * h, rows, value_width).swapaxes(0, 1),
-            mass.reshape(g * h, rows, 1).swapaxes(0, 1),
-            out=out[:, self.heads],
-        )
+        divisor = mass.reshape(g * h, rows, 1).swapaxes(0, 1)
+        np.divide(numerator.swapaxes(0, 1), divisor, out=out[:, self.heads])
 
-    def _near(self, queries: Float32, numerator: Float32, near_max: Float32, mass: Float32) -> None:
-        """The near sums of `queries (g, h, rows, d)`, in blocks whose logits fit a core's cache."""
+    def _far(self, queries: Float32, stages: FarStages, near_max: Float32) -> FarGains:
+        """What the far field adds to rows of near maximum `near_max (g, h, rows)`."""
         resident, run = self.resident, self.run
-        geometry = resident.geometry
-        window = Window(run.length, run.head, run.window, geometry.window, geometry.sinks, run.rows)
-        g_step = max(1, BLOCK_ROWS // (self.hpg * run.rows))
-        h_step = max(1, BLOCK_ROWS // run.rows) if g_step == 1 else self.hpg
-        for g in range(0, self.count, g_step):
-            gs = slice(g, min(g + g_step, self.count))
-            plane = slice(self.groups.start + gs.start, self.groups.start + gs.stop)
-            for h in range(0, self.hpg, h_step):
-                part = (gs, slice(h, h + h_step))
-                attend_near(
-                    window,
-                    _join(queries[part]),
-                    (resident.ring_k[plane], resident.ring_v[plane]),
-                    (self.step.k[:, plane].swapaxes(0, 1), self.step.v[:, plane].swapaxes(0, 1)),
-                    _join(numerator[part]),
-                    near_max[part].reshape(plane.stop - plane.start, -1),
-                    mass[part].reshape(plane.stop - plane.start, -1),
-                    self.scratch,
-                )
+        m = run.landmarks
+        logits = self.scratch.take("marks", *queries.shape[:3], m)
+        scores(_join(queries), resident.k_tilde[self.groups, :m], _join(logits))
+        mix = self._by_group(resident.mix)[:, :, :m, :m]
+        clamp = resident.geometry.rect == "fm"
+        return far_gains(stages, run.after, run.far_len == 0, logits, mix, near_max, clamp)
+
+    def _blocks(self) -> list[tuple[slice, slice]]:
+        """The part's groups and heads in blocks of about `BLOCK_ROWS`."""
+        g_step = max(1, BLOCK_ROWS // (self.hpg * self.run.rows))
+        h_step = max(1, BLOCK_ROWS // self.run.rows) if g_step == 1 else self.hpg
+        return [
+            (slice(g, g + g_step), slice(h, h + h_step))
+            for g in range(0, self.count, g_step)
+            for h in range(0, self.hpg, h_step)
+        ]
 
 
 def _join(array: Float32) -> Float32:

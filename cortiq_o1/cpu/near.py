@@ -1,8 +1,9 @@
-"""The near part: softmax over sinks, ring and own rows, by BLAS on views of the ring plane."""
+"""The near part: scores and values of sinks, ring and own rows, by BLAS on views of the ring plane."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -12,12 +13,12 @@ from ..kernels import LARGE
 PRODUCT_WORK = 2**19 - 1
 VECTOR_WORK = 9 * 2**10 - 1
 """Multiply-adds up to which OpenBLAS keeps a matrix product, a matrix times a vector, on the calling
-thread. With larger ones the engine's threads would wait for each other's turn at BLAS's own, which also
-take no notice of a busy machine."""
+thread. With larger ones the engine's threads would wait for each other's turn at BLAS's own."""
 VECTOR_ROWS = 4
 """Up to so many query rows, a product with each is faster than one with all: it packs no keys."""
-VALUE_COLUMNS = 32
-"""Columns of a value product that is cut, so that its inner dimension stays long."""
+WHOLE_ROWS = 32
+"""From so many query rows on, cutting a product costs more than BLAS's own threads: it stays whole, and
+none of the engine's threads may run beside it."""
 
 
 class Scratch:
@@ -74,23 +75,17 @@ def add_values(weights: Float32, values: Float32, out: Float32, scratch: Scratch
     if not count:
         return
     single = rows <= VECTOR_ROWS
-    columns = width
-    if rows > 16:
-        columns = max(c for c in range(4, min(width, VALUE_COLUMNS) + 1, 4) if width % c == 0)
     pieces, size = (
-        _pieces(count, width, VECTOR_WORK) if single else _pieces(count, rows * columns, PRODUCT_WORK)
+        _pieces(count, width, VECTOR_WORK) if single else _pieces(count, rows * width, PRODUCT_WORK)
     )
     at = pieces * size
     sums = scratch.take("sums", groups, pieces, rows, width)
     cut = weights[:, :, :at].reshape(groups, rows, pieces, size).swapaxes(1, 2)
+    of = values[:, :at].reshape(groups, pieces, size, width)
     if single:
-        of = values[:, :at].reshape(groups, pieces, 1, size, width)
-        np.matmul(cut[:, :, :, None], of, out=sums[:, :, :, None])
+        np.matmul(cut[:, :, :, None], of[:, :, None], out=sums[:, :, :, None])
     else:
-        blocks = width // columns
-        of = values[:, :at].reshape(groups, pieces, size, blocks, columns).swapaxes(2, 3)
-        to = sums.reshape(groups, pieces, rows, blocks, columns).swapaxes(2, 3)
-        np.matmul(cut[:, :, None], of, out=to)
+        np.matmul(cut, of, out=sums)
     out += sums[:, 0] if pieces == 1 else sums.sum(axis=1)
     add_values(weights[:, :, at:], values[:, at:], out, scratch)
 
@@ -117,15 +112,18 @@ class Window:
                 self.ranges.append((low, high))
         self.rows = rows
         self.held = length + sinks
+        self.columns = self.held + rows
         self.first = window - length
         """The first row that evicts."""
         evicted = max(0, rows - self.first)
         start = head if full else 0
         cut = min(evicted, window - start)
         self._masks = []
+        self._evicted = []
         for columns, age in ((slice(start, start + cut), 0), (slice(0, evicted - cut), cut)):
             ages = np.arange(age, age + columns.stop - columns.start)
             if len(ages):
+                self._evicted.append((columns.start, age, len(ages)))
                 self._masks.append((columns, ages <= np.arange(rows)[:, None] - self.first))
         if rows > 1:
             own = slice(self.held, self.held + rows)
@@ -136,37 +134,40 @@ class Window:
         for columns, mask in self._masks:
             np.copyto(logits[..., columns], np.float32(-LARGE), where=mask)
 
+    def put(self, weights: Float32, evicted: Float32) -> None:
+        """Gives the rows that left the window their far weights `evicted (..., rows, f)`, oldest first,
+        where `weights (..., rows, columns)` hold nothing for them."""
+        folded = evicted.shape[-1]
+        for column, age, count in self._evicted:
+            count = min(count, folded - age)
+            if count > 0:
+                weights[..., column : column + count] += evicted[..., age : age + count]
 
-def attend_near(
-    window: Window,
-    q: Float32,
-    planes: tuple[Float32, Float32],
-    own: tuple[Float32, Float32],
-    out: Float32,
-    largest: Float32,
-    mass: Float32,
-    scratch: Scratch,
-) -> None:
-    """Near maximum `largest (g, r)`, and at scale `exp(-largest)` the mass `(g, r)` and values
-    `out (g, r, dv)`, for scaled queries `q (g, r, d)`, r = heads times rows, rows the inner one.
+    def scores(self, q: Float32, keys: Float32, own: Float32, out: Float32) -> None:
+        """`out (g, r, columns)` of scaled `q (g, r, d)`, r = heads times rows, rows the inner one.
 
-    `planes`: keys and values of the groups, sinks behind the ring; `own`: those of the sub-chunk's rows.
-    """
-    groups, count, _ = q.shape
-    logits = scratch.take("logits", groups, count, window.held + window.rows)
-    at = 0
-    for low, high in window.ranges:
-        scores(q, planes[0][:, low:high], logits[:, :, at : at + high - low])
-        at += high - low
-    scores(q, own[0], logits[:, :, at:])
-    window.hide(logits.reshape(groups, -1, window.rows, window.held + window.rows))
-    np.max(logits, axis=2, out=largest)
-    np.subtract(logits, largest[:, :, None], out=logits)
-    np.exp(logits, out=logits)
-    np.sum(logits, axis=2, out=mass)
-    out.fill(0.0)
-    at = 0
-    for low, high in window.ranges:
-        add_values(logits[:, :, at : at + high - low], planes[1][:, low:high], out, scratch)
-        at += high - low
-    add_values(logits[:, :, at:], own[1], out, scratch)
+        `keys`: the groups' part of the ring plane; `own (g, rows, d)`: the sub-chunk's.
+        """
+        for part, columns in self._parts(keys, own):
+            if q.shape[1] >= WHOLE_ROWS:
+                np.matmul(q, part.swapaxes(1, 2), out=out[:, :, columns])
+            else:
+                scores(q, part, out[:, :, columns])
+
+    def add_values(
+        self, weights: Float32, values: Float32, own: Float32, out: Float32, scratch: Scratch
+    ) -> None:
+        """`out (g, r, dv) += ` the values under `weights (g, r, columns)`; they lie as keys do."""
+        for part, columns in self._parts(values, own):
+            if out.shape[1] >= WHOLE_ROWS:
+                out += np.matmul(weights[:, :, columns], part, out=scratch.take("sums", *out.shape))
+            else:
+                add_values(weights[:, :, columns], part, out, scratch)
+
+    def _parts(self, plane: Float32, own: Float32) -> Iterator[tuple[Float32, slice]]:
+        """What lies together in a plane of keys or values, and its columns."""
+        at = 0
+        for low, high in self.ranges:
+            yield plane[:, low:high], slice(at, at + high - low)
+            at += high - low
+        yield own, slice(at, self.columns)
