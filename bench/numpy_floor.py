@@ -28,6 +28,7 @@ from cortiq_o1.kernels import (
     META_WINDOW,
     MZ_MAX,
     MZ_RECENT,
+    MZ_SHIFT,
     MZ_TOTAL,
     NO_FAR_LIMIT,
     PLANES,
@@ -59,7 +60,7 @@ def filled_state(geometry: Geometry, rng: np.random.Generator) -> dict[str, np.n
     # Logits are about normal, so is the largest of them known.
     planes["far_mz"][:, MZ_MAX] = (2 * np.log(FAR_ROWS)) ** 0.5
     planes["far_mz"][:, MZ_TOTAL] = FAR_ROWS * np.exp(0.5 - planes["far_mz"][:, MZ_MAX])
-    planes["far_mz"][:, MZ_RECENT] = 0
+    planes["far_mz"][:, [MZ_RECENT, MZ_SHIFT]] = 0
     assert abs(planes["far_mz"]).max() < LARGE
     return planes
 

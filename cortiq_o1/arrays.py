@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from typing import Any
 
@@ -13,16 +14,19 @@ from .errors import ArgumentError, ArgumentTypeError
 
 Float32 = npt.NDArray[np.float32]
 
+LARGEST = 1e14
+"""Largest size of a number that goes into products: a logit then stays finite, whatever the width."""
+
 # Extension dtypes (bfloat16, float8) have kind "V" but convert exactly.
 _NARROW_FLOATS = ("bfloat16", "float8")
 
 
 def as_float32(name: str, value: Any, shape: tuple[int | str, ...]) -> Float32:
-    """`value` as a finite, C-contiguous float32 array of `shape`.
+    """`value` as a finite, C-contiguous float32 array of `shape`, no number larger than `LARGEST`.
 
-    A string in `shape` stands for any length and is used in the message. Raises `ArgumentTypeError`
-    for bool, complex, text and objects, `ArgumentError` for a wrong shape and for values that are
-    not finite in float32.
+    A string in `shape` stands for any length and is used in the message. A masked array counts as its
+    data. Raises `ArgumentTypeError` for bool, complex, text and objects, `ArgumentError` for a wrong
+    shape, for values that are not finite in float32 and for values whose products might not be.
     """
     try:
         array = np.asarray(value)
@@ -38,18 +42,31 @@ def as_float32(name: str, value: Any, shape: tuple[int | str, ...]) -> Float32:
         raise ArgumentError(f"{name}: shape {array.shape}, expected {expected}")
     with np.errstate(over="ignore", invalid="ignore"):
         result = np.ascontiguousarray(array, dtype=np.float32)
-    # The sum of finite values can overflow, never become finite from something that is not; so a
-    # finite sum of squares proves the array finite in one read-only pass, and only doubt costs more.
+    # A small sum of squares proves every value small and finite in one pass; only doubt costs more.
     with np.errstate(over="ignore", invalid="ignore"):
         flat = result.reshape(-1)
-        proven = math.isfinite(float(np.dot(flat, flat)))
-    if not proven and not np.isfinite(result).all():
-        bad = np.argwhere(~np.isfinite(result))
-        raise ArgumentError(
-            f"{name}: {len(bad)} values are not finite in float32, "
-            f"the first at index {tuple(map(int, bad[0]))}"
-        )
+        proven = float(np.dot(flat, flat)) <= LARGEST**2
+    if not proven:
+        _refuse(name, result, ~np.isfinite(result), "are not finite in float32")
+        _refuse(name, result, np.abs(result) > LARGEST, f"are larger than {LARGEST:g}")
     return result
+
+
+def _refuse(name: str, array: Float32, bad: npt.NDArray[np.bool_], what: str) -> None:
+    at = np.argwhere(bad)
+    if len(at):
+        raise ArgumentError(f"{name}: {len(at)} values {what}, the first at index {tuple(map(int, at[0]))}")
+
+
+def as_number(name: str, value: Any) -> float:
+    """`value` as a float; raises `ArgumentTypeError` for what is no real number, infinity for what is
+    too large for one."""
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    raise ArgumentTypeError(f"{name}: {value!r}, expected a number")
 
 
 def as_index(name: str, value: Any, low: int, high: int | None = None) -> int:

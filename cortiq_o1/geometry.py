@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
-from .arrays import as_index
+from .arrays import as_index, as_number
 from .errors import ArgumentError, ArgumentTypeError, GeometryError
 
 Rect = Literal["aggregate", "fm"]
 RECTS: tuple[Rect, ...] = ("aggregate", "fm")
 
 MAX_WIDTH = 512  # of a key or value row, in floats
+MAX_SCALE = 10_000.0
+"""Largest factor of a logit, and one over the smallest."""
 MIN_LANDMARKS, MAX_LANDMARKS = 4, 64
 # A prompt must exceed the narrowest window and the sinks by this many rows to be sealed.
 SEAL_MARGIN = 8
@@ -103,14 +104,11 @@ class Geometry:
     def _checked_scale(self) -> float:
         if self.scale is None:
             return float(self.head_dim**-0.5)
-        if isinstance(self.scale, (bool, str, complex)):
-            raise ArgumentTypeError(f"scale: {self.scale!r}, expected a number")
-        try:
-            scale = float(self.scale)
-        except (TypeError, ValueError):
-            raise ArgumentTypeError(f"scale: {self.scale!r}, expected a number") from None
-        if not (math.isfinite(scale) and 1e-30 < scale < 1e30):
-            raise GeometryError(f"scale: {scale!r}, expected a positive number from 1e-30 to 1e30")
+        scale = as_number("scale", self.scale)
+        if not 1 / MAX_SCALE <= scale <= MAX_SCALE:
+            raise GeometryError(
+                f"scale: {scale!r}, expected a positive number, {1 / MAX_SCALE} to {MAX_SCALE}"
+            )
         return scale
 
     @cached_property

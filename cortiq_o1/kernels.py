@@ -38,8 +38,8 @@ META_WORDS = 8
 META_LEN, META_HEAD, META_FAR_LEN, META_WINDOW, META_FAR_LIMIT, META_LANDMARKS = range(6)
 NO_FAR_LIMIT = 0xFFFFFFFF
 
-MZ_MAX, MZ_TOTAL, MZ_RECENT, MZ_SECTIONS = range(4)
-"""Sections of `far_mz`: the far maximum, and the far mass in two levels."""
+MZ_MAX, MZ_TOTAL, MZ_RECENT, MZ_SHIFT, MZ_SECTIONS = range(5)
+"""Sections of `far_mz`: the far maximum, the far mass in two levels, what is taken from every far logit."""
 T_TOTAL, T_RECENT, T_SECTIONS = range(3)
 """Sections of `t_hat`: the far numerator in two levels."""
 S_LOGIT, S_MAX, S_RESCALE, S_MASS, S_WEIGHT, S_SECTIONS = range(6)
@@ -125,10 +125,11 @@ PLANES: MappingProxyType[str, Plane] = MappingProxyType(
             _plane("ring_v", _V4, "ng near dv", "state", "Values, laid out as the keys."),
             _plane("k_tilde", _V4, "ng m d", "state", "Key landmarks."),
             _plane("q_tilde", _V4, "nh m d", "state", "Query landmarks."),
-            _plane("mix", "f32", "nh m m", "state", "The mixing matrix M, `[a][b]`."),
+            _plane("mix", "f32", "nh m m", "state", "The mixing matrix M times exp(c), `[a][b]`."),
             _plane(
                 "far_mz", "f32", f"nh {MZ_SECTIONS} m", "state",
-                "Far maximum mu; far mass at scale exp(-mu), the total and what came since.",
+                "Far maximum mu; far mass at scale exp(-mu), the total and what came since; the shift c "
+                "that is taken from a folded key's logit, hence from mu, the same for all landmarks.",
             ),
             _plane(
                 "t_hat", _V4, f"nh {T_SECTIONS} m dv", "state",
@@ -306,7 +307,8 @@ KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
                 "One workgroup a (landmark, query head), one lane a row.",
                 _META + "One far maximum a row instead of one for the whole sub-chunk, so that a late large "
                 "key does not empty the far field of the rows before it. Keeps logits, since weights at the "
-                "scale of the last row would underflow for the earlier ones. Honours the far limit.",
+                "scale of the last row would underflow for the earlier ones. Takes the shift c from every "
+                "logit, so that far weights of large logits stay within range. Honours the far limit.",
             ),
             _stage(
                 "o1c_score", "group_meta q ring_k k_rows scores!",

@@ -25,6 +25,7 @@ from .kernels import (
     META_WINDOW,
     MZ_MAX,
     MZ_RECENT,
+    MZ_SHIFT,
     MZ_TOTAL,
     NO_FAR_LIMIT,
     T_RECENT,
@@ -81,9 +82,10 @@ class _Group:
         self.ring: deque[tuple[Float64, Float64]] = deque()
         self.far_len = 0
 
-    def set_landmarks(self, q_tilde: Float64, k_tilde: Float64, mix: Float64) -> None:
-        """`q_tilde (H, m, d)`, `k_tilde (m, d)`, `mix (H, m, m)`; the far field starts empty."""
+    def set_landmarks(self, q_tilde: Float64, k_tilde: Float64, mix: Float64, shift: Float64) -> None:
+        """`q_tilde (H, m, d)`, `k_tilde (m, d)`, `mix (H, m, m)`, `shift (H,)`; no row is folded yet."""
         self.q_tilde, self.k_tilde, self.mix = q_tilde, k_tilde, mix
+        self.shift = shift
         heads, m = q_tilde.shape[:2]
         self.far_max = np.full((heads, m), -np.inf)
         self.far_mass = np.zeros((heads, m))
@@ -105,13 +107,15 @@ class _Group:
 
     def fold(self, k: Float64, v: Float64) -> None:
         """One evicted row into the far field of every head and landmark."""
-        logit = self.geometry.scale32 * (self.q_tilde @ k)
+        logit = self.geometry.scale32 * (self.q_tilde @ k) - self.shift[:, None]
         new_max = np.maximum(self.far_max, logit)
         rescale = np.exp(self.far_max - new_max)
         weight = np.exp(logit - new_max)
         self.far_mass = rescale * self.far_mass + weight
         self.far_num = rescale[:, :, None] * self.far_num + weight[:, :, None] * v
-        loss = weight * _rounding(logit - new_max, self.geometry.scale32 * (np.abs(self.q_tilde) @ np.abs(k)))
+        scale = float(self.geometry.scale32)
+        terms = scale * (np.abs(self.q_tilde) @ np.abs(k)) + np.abs(self.shift)[:, None]
+        loss = weight * _rounding(logit - new_max, terms)
         self.mass_rounding = rescale * self.mass_rounding + loss
         self.num_rounding = rescale[:, :, None] * self.num_rounding + loss[:, :, None] * np.abs(v)
         self.far_max = new_max
@@ -218,6 +222,7 @@ class ReferenceLayer:
                 planes["q_tilde"][own, :m].astype(np.float64),
                 planes["k_tilde"][g, :m].astype(np.float64),
                 planes["mix"][own, :m, :m].astype(np.float64),
+                planes["far_mz"][own, MZ_SHIFT, 0].astype(np.float64),
             )
             group.far_len = int(meta[META_FAR_LEN])
             if group.far_len:
@@ -252,8 +257,10 @@ class ReferenceLayer:
             q_tilde = np.array(
                 [[q[a:b, g * heads + h].mean(axis=0) for a, b in pairwise(cuts)] for h in range(heads)]
             )
-            mix = np.array([_mixing(np.exp(geometry.scale32 * (q_h @ k_tilde.T)), ridge) for q_h in q_tilde])
-            group.set_landmarks(q_tilde, k_tilde, mix)
+            logits = geometry.scale32 * (q_tilde @ k_tilde.T)
+            shift = logits.max(axis=(1, 2))
+            mix = np.array([_mixing(a, ridge) for a in np.exp(logits - shift[:, None, None])])
+            group.set_landmarks(q_tilde, k_tilde, mix, shift)
             group.sinks = [(k[t, g], v[t, g]) for t in range(geometry.sinks)]
             for t in range(geometry.sinks, rows):
                 group.push(k[t, g], v[t, g])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .arrays import Float32, as_float32
-from .errors import ArgumentError, ArgumentTypeError
+from .errors import ArgumentTypeError
 from .geometry import MIN_LANDMARKS, Geometry
 from .kernels import (
     LARGE,
@@ -20,6 +19,7 @@ from .kernels import (
     META_LEN,
     META_WINDOW,
     MZ_MAX,
+    MZ_SHIFT,
     MZ_TOTAL,
     NO_FAR_LIMIT,
     PLANES,
@@ -27,31 +27,9 @@ from .kernels import (
     T_TOTAL,
     Sizes,
 )
-from .state import LayerState, SealOptions
-
-Fold = Literal["always", "prompt", "never"]
-FOLDS: tuple[Fold, ...] = ("always", "prompt", "never")
-METHODS: tuple[str, ...] = ("nystrom",)
+from .state import Fold, LayerState, SealOptions
 
 _FOLD_ROWS = 4096  # rows folded at a time, so that a long prompt needs no matrix of its whole length
-_SAFE_LOGIT = 300.0  # exp of twice this stays inside float64
-
-
-def check_options(method: str, ridge: float, fold: str) -> SealOptions:
-    """The options as a value; raises `ArgumentError` or `ArgumentTypeError` and names the argument."""
-    if method not in METHODS:
-        raise ArgumentError(f"method: {method!r}, expected one of {', '.join(map(repr, METHODS))}")
-    if fold not in FOLDS:
-        raise ArgumentError(f"fold: {fold!r}, expected one of {', '.join(map(repr, FOLDS))}")
-    if isinstance(ridge, (bool, str, complex)):
-        raise ArgumentTypeError(f"ridge: {ridge!r}, expected a number")
-    try:
-        value = float(ridge)
-    except (TypeError, ValueError):
-        raise ArgumentTypeError(f"ridge: {ridge!r}, expected a number") from None
-    if not (math.isfinite(value) and value > 0.0):
-        raise ArgumentError(f"ridge: {value!r}, expected a positive number")
-    return SealOptions(method, value, fold)
 
 
 def check_rows(q: Any, k: Any, v: Any, geometry: Geometry) -> tuple[Float32, Float32, Float32]:
@@ -90,13 +68,12 @@ def seal(
             as many as the prompt has after its sinks, "never" none after the seal itself.
 
     Raises:
-        ArgumentError: a wrong shape, a value that is not finite in float32, an unknown option, or a
-            prompt whose logits are too large for a far field in float32.
+        ArgumentError: a wrong shape, a value that is not finite or far too large, an unknown option.
         ArgumentTypeError: bool, complex, text or object arrays.
     """
     if not isinstance(geometry, Geometry):
         raise ArgumentTypeError(f"geometry: {type(geometry).__name__}, expected a Geometry")
-    options = check_options(method, ridge, fold)
+    options = SealOptions(method, ridge, fold)
     q, k, v = check_rows(q, k, v, geometry)
     if len(k) <= geometry.exact_rows:
         return LayerState(geometry, options, rows=len(k), history=(q.copy(), k.copy(), v.copy()))
@@ -154,11 +131,15 @@ def _seal_group(
     k_tilde = planes["k_tilde"][g, :m] = _segment_means(k[:, g], m)
     for h in range(g * heads, (g + 1) * heads):
         q_tilde = planes["q_tilde"][h, :m] = _segment_means(q[:, h], m)
-        planes["mix"][h, :m, :m] = _mixing(q_tilde, k_tilde, float(geometry.scale32), options.ridge)
+        mix, shift = _mixing(q_tilde, k_tilde, float(geometry.scale32), options.ridge)
+        planes["mix"][h, :m, :m] = mix
+        planes["far_mz"][h, MZ_SHIFT] = shift
     if evicted:
         own = slice(g * heads, (g + 1) * heads)
         gone = slice(sinks, sinks + evicted)
-        mu, mass, num = _folded(planes["q_tilde"][own, :m], k[gone, g], v[gone, g], float(geometry.scale32))
+        shifts = planes["far_mz"][own, MZ_SHIFT, 0].astype(np.float64)
+        queries = float(geometry.scale32) * planes["q_tilde"][own, :m].astype(np.float64)
+        mu, mass, num = _folded(queries, shifts, k[gone, g], v[gone, g])
         planes["far_mz"][own, MZ_MAX, :m] = mu
         planes["far_mz"][own, MZ_TOTAL, :m] = mass
         planes["t_hat"][own, T_TOTAL, :m] = num
@@ -173,14 +154,14 @@ def _segment_means(x: Float32, m: int) -> Float32:
     return np.asarray(sums / counts, np.float32)
 
 
-def _mixing(q_tilde: Float32, k_tilde: Float32, scale: float, ridge: float) -> Float32:
-    """`M = (A^T A + lam I)^-1 A^T`, `A = exp(s Q~ K~^T)`, `lam = ridge mean diag(A^T A)`, `(m, m)`.
+def _mixing(q_tilde: Float32, k_tilde: Float32, scale: float, ridge: float) -> tuple[Float32, np.float32]:
+    """`M = (A^T A + lam I)^-1 A^T`, `lam = ridge mean diag(A^T A)`, `(m, m)`, and the shift `c`.
 
-    By Cholesky in float64, `lam` times ten when that fails.
+    `A = exp(s Q~ K~^T - c)`, `c` the largest logit: M scales as 1 / A, so the operator's own M is this
+    one times `exp(-c)`. By Cholesky in float64, `lam` times ten when that fails.
     """
     logits = scale * (q_tilde.astype(np.float64) @ k_tilde.astype(np.float64).T)
-    # M scales as 1 / A: huge logits are shifted so that A^T A stays finite, and M shifted back.
-    shift = max(0.0, float(np.abs(logits).max()) - _SAFE_LOGIT) and float(logits.max())
+    shift = np.float32(logits.max())
     a = np.exp(logits - shift)
     gram = a.T @ a
     lam = ridge * float(np.diag(gram).mean())
@@ -191,33 +172,33 @@ def _mixing(q_tilde: Float32, k_tilde: Float32, scale: float, ridge: float) -> F
             break
         except np.linalg.LinAlgError:
             lam *= 10.0
-    with np.errstate(over="ignore", under="ignore"):
-        mix = np.linalg.solve(lower.T, np.linalg.solve(lower, a.T)) * np.exp(-shift)
-        result = mix.astype(np.float32)
-    if not np.isfinite(result).all():
-        raise ArgumentError(
-            f"q, k: landmark logits reach {float(np.abs(logits).max()):.3g}, "
-            "too large for a far field in float32"
-        )
-    return np.asarray(result)
+    return np.linalg.solve(lower.T, np.linalg.solve(lower, a.T)).astype(np.float32), shift
 
 
 def _folded(
-    q_tilde: Float32, k: Float32, v: Float32, scale: float
+    queries: npt.NDArray[np.float64], shift: npt.NDArray[np.float64], k: Float32, v: Float32
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Far maximum `(H, m)`, mass `(H, m)` and numerator `(H, m, dv)` of rows `k (n, d)`, `v (n, dv)`."""
-    heads, m, d = q_tilde.shape
-    queries = scale * q_tilde.astype(np.float64).reshape(heads * m, d)
+    """Far maximum `(H, m)`, mass `(H, m)` and numerator `(H, m, dv)` of rows `k (n, d)`, `v (n, dv)`.
+
+    `queries (H, m, d)` are scaled query landmarks, `shift (H,)` is taken from every logit.
+    """
+    heads, m, d = queries.shape
+    queries, less = queries.reshape(heads * m, d), np.repeat(shift, m)[:, None]
     pieces = [slice(at, at + _FOLD_ROWS) for at in range(0, len(k), _FOLD_ROWS)]
+
+    def logits(piece: slice) -> npt.NDArray[np.float64]:
+        return queries @ k[piece].astype(np.float64).T - less
+
     mu = np.full(heads * m, -np.inf)
     for piece in pieces:
-        np.maximum(mu, (queries @ k[piece].astype(np.float64).T).max(axis=1), out=mu)
+        np.maximum(mu, logits(piece).max(axis=1), out=mu)
     # Mass and numerator stand at the scale of the maximum as it is stored, rounded.
     mu32 = mu.astype(np.float32)
     mass = np.zeros(heads * m)
     num = np.zeros((heads * m, v.shape[1]))
     for piece in pieces:
-        weights = np.exp(queries @ k[piece].astype(np.float64).T - mu32[:, None])
+        # A rounded maximum of huge logits may lie far below the largest of them.
+        weights = np.exp(np.minimum(logits(piece) - mu32[:, None], 0.0))
         mass += weights.sum(axis=1)
         num += weights @ v[piece].astype(np.float64)
     return mu32.reshape(heads, m), mass.reshape(heads, m), num.reshape(heads, m, -1)

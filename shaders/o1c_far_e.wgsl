@@ -4,7 +4,7 @@
 //   group_meta [G][8] u32            see shared/group.wgsl
 //   ring_k     [G][w + ns][d] vec4   the ring's w slots, then the sinks
 //   q_tilde    [nh][m][d] vec4       query landmarks
-//   far_mz     [nh][3][m]            see shared/far_planes.wgsl
+//   far_mz     [nh][4][m]            see shared/far_planes.wgsl
 //   far_rows   [5][nh][m][kcap]      written for landmarks in use, rows 0 .. k
 //
 // One workgroup a (landmark, query head), one lane a row: the lane dots its evicted key with the
@@ -44,7 +44,7 @@ fn main(@builtin(workgroup_id) wid: vec3<u32>, @builtin(local_invocation_index) 
                 for (var e = 0u; e < d4; e++) {
                     acc += q_tilde[landmark + e] * ring_k[key + e];
                 }
-                logit = sum4(acc) * params.scale;
+                logit = sum4(acc) * params.scale - far_mz[far_mz_at(MZ_SHIFT, gh, a)];
             }
             sh_logit[i] = logit;
             workgroupBarrier();

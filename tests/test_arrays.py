@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cortiq_o1 as o1
-from cortiq_o1.arrays import as_float32
+from cortiq_o1.arrays import LARGEST, as_float32
 
 
 class Viewable:
@@ -56,9 +56,14 @@ def test_values_not_finite_in_float32_are_located(bad: float) -> None:
         as_float32("x", value, (2, 3))
 
 
-def test_large_finite_values_are_taken() -> None:
-    big = np.full((2, 3), np.finfo(np.float32).max)
+def test_values_up_to_the_limit_are_taken_and_larger_ones_located() -> None:
+    big = np.full((2, 3), np.float32(LARGEST))
     np.testing.assert_array_equal(as_float32("x", big, (2, 3)), big)
+    big[1, 0] *= 1.001
+    with pytest.raises(
+        o1.ArgumentError, match=r"x: 1 values are larger than 1e\+14, the first at .*\(1, 0\)"
+    ):
+        as_float32("x", big, (2, 3))
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (6,), (1, 2, 3), ()])

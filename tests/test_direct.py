@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import Rows, geometries, part, random_rows
 
-from cortiq_o1.cpu import direct, near
+from cortiq_o1.cpu import direct, near, work
 from cortiq_o1.cpu.direct import CHUNK_ROWS, DirectEngine
 from cortiq_o1.cpu.far import SAFE_RISE, far_stages
 from cortiq_o1.cpu.near import Scratch, add_values, scores
@@ -164,8 +164,8 @@ def test_rings_that_fill_on_the_way_and_start_anywhere(rng: np.random.Generator,
     meta = planes["group_meta"]
     assert meta[0, META_LEN] < 40
     assert meta[0, META_FAR_LEN] == 0
-    for name in ("far_mz", "t_hat"):
-        planes[name][:3] = 1e37  # an empty far field is one of no rows, whatever its sums say
+    for name, sections in (("far_mz", [MZ_MAX, MZ_TOTAL, MZ_RECENT]), ("t_hat", [T_TOTAL, T_RECENT])):
+        planes[name][:3, sections] = 1e37  # an empty far field is one of no rows, whatever its sums say
     for shift in (0, 11, 33):
         moved = {name: a.copy() for name, a in planes.items()}
         moved["group_meta"][0, META_HEAD] = shift
@@ -233,15 +233,41 @@ def test_a_large_key_leaves_earlier_rows_their_far_field(rng: np.random.Generato
             assert_follows(engine, geometry, planes, rows, calls)
 
 
+@pytest.mark.parametrize("calls", [[1] * 12, [70]], ids=str)
+@pytest.mark.parametrize("reach", [1.0, 8.0, 60.0])
+@pytest.mark.parametrize("safe", [-1.0, work.SAFE_LOGIT])
+def test_weights_without_a_scale_are_weights(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, safe: float, reach: float, calls: list[int]
+) -> None:
+    """Logits within `SAFE_LOGIT`, near it, far past it; and none of them is safe."""
+    monkeypatch.setattr(work, "SAFE_LOGIT", safe)
+    q, k, v = random_rows(rng, sum(calls), ODD)
+    rows = (q * np.float32(reach), k, v)
+    for engine in engines():
+        assert_follows(engine, ODD, sealed(rng, ODD, 100), rows, calls)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 9, 24])
+def test_many_heads_go_in_bundles(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, heads: int
+) -> None:
+    geometry = Geometry(24, 8, 12, window=40, sinks=2, landmarks=5)
+    monkeypatch.setattr(direct, "WHOLE_LOGITS", heads * 40 * (42 + 40))
+    planes = sealed(rng, geometry, 100)
+    for engine in engines():
+        assert_follows(engine, geometry, planes, random_rows(rng, 80, geometry), [40, 40])
+
+
 def test_stages_after_a_large_key_are_those_of_row_by_row(rng: np.random.Generator) -> None:
     q_tilde = rng.standard_normal((2, 3, 5, 8)).astype(np.float32)
     keys = rng.standard_normal((2, 37, 8)).astype(np.float32)
     keys[:, 20] *= 100
     maximum, mass = np.zeros((2, 3, 5), np.float32), np.ones((2, 3, 5), np.float32)
-    got = far_stages(q_tilde, keys, maximum, mass)
+    shift = rng.standard_normal((2, 3, 5)).astype(np.float32)
+    got = far_stages(q_tilde, keys, shift, maximum, mass)
     mu, z = maximum.astype(float), mass.astype(float)
     for x in range(37):
-        logit = np.einsum("ghmd,gd->ghm", q_tilde.astype(float), keys[:, x].astype(float))
+        logit = np.einsum("ghmd,gd->ghm", q_tilde.astype(float), keys[:, x].astype(float)) - shift
         new = np.maximum(mu, logit)
         z = z * np.exp(mu - new) + np.exp(logit - new)
         mu = new
@@ -302,7 +328,7 @@ def test_a_call_that_fails_on_the_way_has_moved_nothing(
     target, name = {
         "move": (Journal, "move"),
         "keep": (Journal, "_keep"),
-    }.get(where, (direct, where))
+    }.get(where, (work, where))
     plain = getattr(target, name)
 
     def failing(*args: Any) -> Any:

@@ -71,6 +71,8 @@ def test_impossible_sizes_name_the_field(field: str, value: Any, message: str) -
         ("windows", 3),
         ("scale", "0.1"),
         ("scale", True),
+        ("scale", np.complex64(1)),
+        ("scale", b"0.5"),
     ],
 )
 def test_wrong_types_name_the_field(field: str, value: Any) -> None:

@@ -8,8 +8,8 @@ from ..arrays import Float32
 from ..geometry import MIN_LANDMARKS, Geometry
 from ..kernels import META_FAR_LIMIT, META_LEN, Sizes
 from ..planning import plane_bytes
-from ..sealing import check_options, empty_planes, seal
-from ..state import LayerState
+from ..sealing import empty_planes, seal
+from ..state import LayerState, SealOptions
 
 SEED = 20_260
 _BLOCK = 1 << 20  # random floats before they repeat: what lies in memory does not change the time
@@ -58,7 +58,7 @@ def exact_state(geometry: Geometry) -> LayerState:
     block = np.random.default_rng(SEED).standard_normal(_BLOCK, dtype=np.float32)
     for name in ("ring_k", "ring_v"):
         planes[name] = np.resize(block, planes[name].shape)
-    return LayerState(geometry, check_options("nystrom", 1e-6, "never"), rows=geometry.window, planes=planes)
+    return LayerState(geometry, SealOptions(fold="never"), rows=geometry.window, planes=planes)
 
 
 def moved_bytes(geometry: Geometry, rows: int, far: bool) -> int:

@@ -13,7 +13,7 @@ from ..arrays import Float32
 from ..errors import ArgumentError, StateError
 from ..geometry import Geometry
 from ..kernels import MOVING_PLANES, STATE_PLANES, Sizes
-from ..planning import Dispatch, Limits, Plan, base_plane, commit_plan, plan
+from ..planning import Dispatch, Limits, Plan, base_plane, block_rows, commit_plan, plan
 from .twins import TWINS
 
 Array = npt.NDArray[Any]
@@ -118,12 +118,25 @@ class PlanEngine:
 
     def attend(self, resident: PlanResident, q: Float32, k: Float32, v: Float32, commit: bool) -> Float32:
         """Outputs `(rows, nh, dv)`, see `engine.Engine`."""
+        most = block_rows(resident.geometry, self.limits)
+        if commit and len(q) > most:
+            return self._attend_blocks(resident, q, k, v, most)
         steps = plan(resident.geometry, len(q), commit, limits=self.limits)
         planes = self._run(steps, resident, {"q": q, "k_rows": k, "v_rows": v})
         if commit:
             resident.planes = _moved(resident, planes)
         resident.pending = None if commit else {name: _frozen(planes[name]) for name in ("spec_k", "spec_v")}
         return planes["out"]
+
+    def _attend_blocks(
+        self, resident: PlanResident, q: Float32, k: Float32, v: Float32, most: int
+    ) -> Float32:
+        """A committed call of more rows than one plan should take."""
+        moving = PlanResident(resident.geometry, resident.planes)
+        blocks = [slice(at, at + most) for at in range(0, len(q), most)]
+        out = np.concatenate([self.attend(moving, q[b], k[b], v[b], True) for b in blocks])
+        resident.planes, resident.pending = moving.planes, None
+        return out
 
     def commit(self, resident: PlanResident, rows: int) -> None:
         """Moves the state over the first `rows` kept rows and forgets them all.

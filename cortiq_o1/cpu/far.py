@@ -36,16 +36,17 @@ class FarStages:
     lift: Float32 | None
 
 
-def far_stages(q_tilde: Float32, keys: Float32, maximum: Float32, mass: Float32) -> FarStages:
+def far_stages(q_tilde: Float32, keys: Float32, shift: Float32, maximum: Float32, mass: Float32) -> FarStages:
     """The stages of folding `keys (g, f, d)`, scaled, into a field of `maximum`, `mass (g, h, m)`.
 
-    `q_tilde` is `(g, h, m, d)`.
+    `q_tilde` is `(g, h, m, d)`; `shift (g, h, m)` is taken from every logit.
     """
     groups, heads, m, width = q_tilde.shape
     folded = keys.shape[1]
     flat = np.empty((groups, folded, heads * m), np.float32)
     scores(keys, q_tilde.reshape(groups, heads * m, width), flat)
-    logits = np.ascontiguousarray(flat.reshape(groups, folded, heads, m).swapaxes(1, 2))
+    logits = flat.reshape(groups, folded, heads, m).swapaxes(1, 2)
+    logits = np.subtract(logits, shift[:, :, None], order="C")
     # Differences to an empty field's maximum must stay finite, so a logit counts from -LARGE on.
     stages = np.concatenate((maximum[:, :, None], logits), axis=2)
     np.maximum.accumulate(stages, axis=2, out=stages)
@@ -92,6 +93,13 @@ class FarGains:
     mass: Float32
     gains: Float32
     evicted: Float32 | None
+
+    def unshifted(self) -> FarGains:
+        """The same to the scale of a maximum of zero."""
+        lift = np.exp(self.top)
+        by_row = lift[..., None]
+        evicted = None if self.evicted is None else self.evicted * by_row
+        return FarGains(np.zeros_like(lift), self.mass * lift, self.gains * by_row, evicted)
 
 
 def far_gains(

@@ -154,15 +154,20 @@ class Window:
             else:
                 scores(q, part, out[:, :, columns])
 
-    def add_values(
+    def sum_values(
         self, weights: Float32, values: Float32, own: Float32, out: Float32, scratch: Scratch
     ) -> None:
-        """`out (g, r, dv) += ` the values under `weights (g, r, columns)`; they lie as keys do."""
+        """`out (g, r, dv)`: the values under `weights (g, r, columns)`; they lie as keys do."""
+        whole = out.shape[1] >= WHOLE_ROWS
+        if not whole:
+            out.fill(0.0)
         for part, columns in self._parts(values, own):
-            if out.shape[1] >= WHOLE_ROWS:
+            if not whole:
+                add_values(weights[:, :, columns], part, out, scratch)
+            elif columns.start:
                 out += np.matmul(weights[:, :, columns], part, out=scratch.take("sums", *out.shape))
             else:
-                add_values(weights[:, :, columns], part, out, scratch)
+                np.matmul(weights[:, :, columns], part, out=out)
 
     def _parts(self, plane: Float32, own: Float32) -> Iterator[tuple[Float32, slice]]:
         """What lies together in a plane of keys or values, and its columns."""

@@ -33,6 +33,7 @@ from ..kernels import (
     META_WINDOW,
     MZ_MAX,
     MZ_RECENT,
+    MZ_SHIFT,
     MZ_TOTAL,
     S_LOGIT,
     S_MASS,
@@ -118,7 +119,7 @@ def o1c_far_e(
         before = far_mz[heads, MZ_MAX, live, None]
         mass = far_mz[heads, MZ_TOTAL, live] + far_mz[heads, MZ_RECENT, live]
         logits = np.full((*mass.shape, k), -LARGE, np.float32)
-        logits[..., folds] = q_tilde[heads, live] @ keys.T * scale
+        logits[..., folds] = q_tilde[heads, live] @ keys.T * scale - far_mz[heads, MZ_SHIFT, live, None]
         maxima = np.maximum(before, np.maximum.accumulate(logits, axis=-1))
         # exp(0) is exactly 1, and an empty far field's maximum, -LARGE, gives 0 at the first fold.
         rescale = np.exp(before - maxima)

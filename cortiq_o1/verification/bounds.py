@@ -34,6 +34,7 @@ from ..kernels import (
     META_LANDMARKS,
     MZ_MAX,
     MZ_RECENT,
+    MZ_SHIFT,
     MZ_TOTAL,
     S_LOGIT,
     S_MASS,
@@ -134,8 +135,13 @@ def _far_e(p: Params, before: Planes, after: Planes, got: Planes) -> dict[str, E
     folded = _folded(clean_after["far_rows"], p)
     if not folded.any():
         return {"far_rows": Expected(after["far_rows"], bound)}
-    sizes = _sizes("o1c_far_e", p, before, keep=())["far_rows"][S_LOGIT, :, :, :k]
-    logit_off = np.where(folded, sum_loss(p["d"] / 4, p["d"]) * np.abs(sizes), 0.0)
+    # The shift comes off a logit whose terms add up to `sizes`.
+    unshifted = before["far_mz"].copy()
+    unshifted[:, MZ_SHIFT] = 0.0
+    sizes = _sizes("o1c_far_e", p, {**before, "far_mz": unshifted})["far_rows"][S_LOGIT, :, :, :k]
+    shifts = np.abs(before["far_mz"][:, MZ_SHIFT, :, None].astype(np.float64))
+    rounded = sum_loss(p["d"] / 4, p["d"]) * np.abs(sizes) + 2.0 * EPSILON * shifts
+    logit_off = np.where(folded, rounded, 0.0)
     logit = np.where(folded, want[S_LOGIT, :, :, :k], -np.inf)
     start = before["far_mz"][:, MZ_MAX].astype(np.float64)
     mass = np.abs(before["far_mz"][:, MZ_TOTAL].astype(np.float64) + before["far_mz"][:, MZ_RECENT])

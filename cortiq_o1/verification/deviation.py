@@ -23,6 +23,12 @@ class Deviation:
     ratio: float
     where: str
 
+    def __post_init__(self) -> None:
+        # A comparison with NaN is false either way: one in the truth must not pass for agreement.
+        for name in ("error", "ratio"):
+            if np.isnan(getattr(self, name)):
+                object.__setattr__(self, name, np.inf)
+
     @property
     def passed(self) -> bool:
         """Whether everything lies within its bound."""
@@ -53,6 +59,7 @@ def compare(label: str, got: Array, want: Array, bound: Array) -> Deviation:
     allowed = np.broadcast_to(bound, difference.shape)
     exact = np.where(difference > 0.0, np.inf, 0.0)
     ratio = np.where(allowed > 0.0, difference / np.where(allowed > 0.0, allowed, 1.0), exact)
+    ratio = np.where(np.isnan(ratio) | np.isnan(allowed), np.inf, ratio)
     at = np.unravel_index(int(ratio.argmax()), ratio.shape)
     where = f"{label}{[int(n) for n in at]} is {got[at]!s}, expected {want[at]!s}"
     if allowed[at] > 0.0:

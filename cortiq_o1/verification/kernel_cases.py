@@ -114,7 +114,7 @@ class KernelCase:
                     planes[name][own, recent] = _RECENT * planes[name][own, total]
                     planes[name][own, total] *= 1 - _RECENT
             else:
-                planes["far_mz"][own] = 0.0
+                planes["far_mz"][own, MZ_TOTAL : MZ_RECENT + 1] = 0.0
                 planes["far_mz"][own, MZ_MAX] = -LARGE
                 planes["t_hat"][own] = 0.0
             planes["k_tilde"][g, used:] = POISON

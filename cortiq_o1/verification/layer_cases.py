@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..geometry import MIN_LANDMARKS, Geometry
-from ..sealing import Fold, seal
-from ..state import LayerState
+from ..sealing import seal
+from ..state import Fold, LayerState
 from .inputs import RANDOM_KINDS, REAL, Rows, make_rows, sawtooth
 
 PARITY_ERROR = 2e-5

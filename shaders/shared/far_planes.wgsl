@@ -1,10 +1,12 @@
 // Sections of the far field's planes, and where an element of one lies.
 
-// far_mz [nh][MZ_SECTIONS][m]: far maximum mu; far mass at scale exp(-mu) in two levels.
+// far_mz [nh][MZ_SECTIONS][m]: far maximum mu; far mass at scale exp(-mu) in two levels; the shift that
+// is taken from every folded key's logit, the same for all landmarks.
 const MZ_MAX: u32 = 0u;
 const MZ_TOTAL: u32 = 1u;
 const MZ_RECENT: u32 = 2u;
-const MZ_SECTIONS: u32 = 3u;
+const MZ_SHIFT: u32 = 3u;
+const MZ_SECTIONS: u32 = 4u;
 
 // t_hat [nh][T_SECTIONS][m][dv]: far numerator at scale exp(-mu) in the same two levels.
 const T_TOTAL: u32 = 0u;
