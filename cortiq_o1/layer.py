@@ -12,7 +12,6 @@ from .engine import Engine
 from .errors import ArgumentError, ArgumentTypeError, DeviceError, StateError
 from .geometry import Geometry
 from .kernels import META_FAR_LIMIT, META_LEN
-from .planning import block_rows
 from .sealing import check_rows, empty_planes, sealed_state
 from .state import LayerState, SealOptions
 
@@ -30,14 +29,33 @@ class _Sealed:
     resident: Any
 
 
-@dataclass
 class _Exact:
     """A stream too short for landmarks: all its rows in one ring on the engine, and on the host what
-    sealing needs. `pending` are the rows of an uncommitted call."""
+    sealing needs, in room for as many as there may be. `pending`: the rows of an uncommitted call."""
 
-    resident: Any
-    history: Rows
-    pending: Rows | None = None
+    def __init__(self, resident: Any, geometry: Geometry, history: Rows) -> None:
+        self.resident = resident
+        self.room = geometry.exact_rows
+        q, k, v = (np.empty((self.room, *x.shape[1:]), np.float32) for x in history)
+        self._kept: Rows = (q, k, v)
+        self.count = 0
+        self.pending: Rows | None = None
+        self.append(history)
+
+    def append(self, rows: Rows) -> None:
+        """Keeps copies of rows, of which there is room for `room - count`."""
+        end = self.count + len(rows[1])
+        for kept, new in zip(self._kept, rows, strict=True):
+            kept[self.count : end] = new
+        self.count = end
+
+    def history(self, more: Rows | None = None) -> Rows:
+        """Copies of the rows so far, and of `more` after them."""
+        q, k, v = (
+            np.concatenate([kept[: self.count], *([] if more is None else [more[i]])])
+            for i, kept in enumerate(self._kept)
+        )
+        return q, k, v
 
 
 def _exact_geometry(geometry: Geometry) -> Geometry:
@@ -48,20 +66,21 @@ def _exact_geometry(geometry: Geometry) -> Geometry:
     )  # fmt: skip
 
 
-def _join(a: Rows, b: Rows) -> Rows:
-    q, k, v = (np.concatenate(pair) for pair in zip(a, b, strict=True))
-    return q, k, v
-
-
 def _cut(rows: Rows, part: slice) -> Rows:
     q, k, v = rows
     return q[part], k[part], v[part]
 
 
+def _copied(rows: Rows) -> Rows:
+    q, k, v = rows
+    return q.copy(), k.copy(), v.copy()
+
+
 class Layer:
     """One layer's attention on one device; made by `Device.load`.
 
-    A call that raises because of its arguments leaves the layer as it was, bit for bit.
+    A call that raises leaves the layer as it was, bit for bit, unless the device itself is lost. Layers of
+    one device may be used from several threads, one call at a time in each layer.
     """
 
     def __init__(self, device: Device, engine: Engine, state: LayerState) -> None:
@@ -83,7 +102,7 @@ class Layer:
         planes["group_meta"][:, META_FAR_LIMIT] = 0
         planes["ring_k"][:, :rows] = state.history[1].transpose(1, 0, 2)
         planes["ring_v"][:, :rows] = state.history[2].transpose(1, 0, 2)
-        return _Exact(self._engine.upload(geometry, planes), state.history)
+        return _Exact(self._engine.upload(geometry, planes), state.geometry, state.history)
 
     @property
     def device(self) -> Device:
@@ -130,14 +149,21 @@ class Layer:
             ArgumentError, ArgumentTypeError: wrong shapes, types or values; nothing has changed.
             DeviceError: the device failed; names adapter and kernel or step.
         """
+        if not isinstance(commit, (bool, np.bool_)):
+            raise ArgumentTypeError(f"commit: {commit!r}, expected a bool")
         rows = check_rows(q, k, v, self._geometry)
         count = len(rows[1])
-        if count == 0:
-            out = np.zeros((0, self._geometry.num_heads, self._geometry.value_dim or 0), np.float32)
-        else:
-            # From here on the rows of an earlier uncommitted call are forgotten.
-            self._pending = None
-            out = self._attend(rows, commit)
+        try:
+            if count == 0:
+                out = np.zeros((0, self._geometry.num_heads, self._geometry.value_dim or 0), np.float32)
+            else:
+                out = self._attend(rows, bool(commit))
+        except ArgumentError:
+            raise  # refused: the rows of an earlier uncommitted call are still there
+        except BaseException:
+            # The engine may have put this call's rows in their place.
+            self._pending = self._pending if commit else None
+            raise
         self._pending = None if commit else count
         if commit:
             self._rows += count
@@ -146,36 +172,27 @@ class Layer:
     def _attend(self, rows: Rows, commit: bool) -> Float32:
         held = self._held
         if isinstance(held, _Sealed):
-            return self._run(held.resident, rows, commit)
-        room = self._geometry.exact_rows - len(held.history[1])
+            return self._engine.attend(held.resident, *rows, commit)
+        room = held.room - held.count
         head, tail = _cut(rows, slice(room)), _cut(rows, slice(room, None))
-        joined = _join(held.history, head)
         if len(tail[1]) == 0:
-            out = self._run(held.resident, rows, commit)
-            held.history, held.pending = (joined, None) if commit else (held.history, rows)
+            out = self._engine.attend(held.resident, *rows, commit)
+            if commit:
+                held.append(rows)
+            held.pending = None if commit else _copied(rows)
             return out
         # The seal falls inside the call. The exact part runs without a commit and the layer changes
         # over in one step at the end, so that a failure on the way leaves it as it was.
-        parts = [self._run(held.resident, head, commit=False)] if room else []
-        sealed = sealed_state(*joined, self._geometry, self._options)
+        kept = None if commit else _copied(rows)
+        parts = [self._engine.attend(held.resident, *head, False)] if room else []
+        sealed = sealed_state(*held.history(head), self._geometry, self._options)
         after = _Sealed(self._engine.upload(sealed.geometry, sealed.planes))
-        parts.append(self._run(after.resident, tail, commit))
+        parts.append(self._engine.attend(after.resident, *tail, commit))
         if commit:
             self._held = after
         else:
-            held.pending = rows
+            held.pending = kept
         return np.concatenate(parts)
-
-    def _run(self, resident: Any, rows: Rows, commit: bool) -> Float32:
-        count = len(rows[1])
-        block = block_rows(resident.geometry, self._engine.limits)
-        if not commit or count <= block:
-            return self._engine.attend(resident, *rows, commit)
-        out = np.empty((count, self._geometry.num_heads, self._geometry.value_dim or 0), np.float32)
-        for at in range(0, count, block):
-            part = slice(at, at + block)
-            out[part] = self._engine.attend(resident, *_cut(rows, part), commit)
-        return out
 
     def commit(self, rows: int) -> None:
         """Accepts the first `rows` rows of the last `attend(commit=False)`; 0 forgets them all.
@@ -205,7 +222,7 @@ class Layer:
         """The state on the host, for `LayerState.save`, or `Device.load` elsewhere."""
         held = self._held
         if isinstance(held, _Exact):
-            return LayerState(self._geometry, self._options, self._rows, history=held.history)
+            return LayerState(self._geometry, self._options, self._rows, history=held.history())
         planes = self._engine.read(held.resident)
         return LayerState(self._geometry, self._options, self._rows, planes=planes)
 

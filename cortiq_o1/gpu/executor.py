@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Float32
-from ..errors import ArgumentError, StateError
+from ..errors import ArgumentError, DeviceLostError, StateError
 from ..geometry import Geometry
 from ..kernels import KERNELS, MOVING_PLANES, PLANES, STATE_PLANES, Params, Sizes
 from ..planning import (
@@ -192,7 +192,15 @@ class GpuEngine:
         if rows <= most:
             self._attend_block(resident, inputs, out, commit, watch, 0)
         elif commit:
-            self._attend_blocks(resident, inputs, out, most, watch)
+            before = self._fork(resident)
+            try:
+                self._attend_blocks(resident, inputs, out, most, watch)
+            except DeviceLostError:
+                raise
+            except BaseException:
+                # Blocks that are done have moved the state: put it back.
+                self._copy_state(before, resident)
+                raise
         else:
             # Longer than one submission should be: the blocks commit, but to a copy of the state.
             self._keep_room(resident, rows)
@@ -305,13 +313,19 @@ class GpuEngine:
         for name in MOVING_PLANES:
             shadow = SHADOW + name
             buffers[name] = context.pool.get((geometry, shadow), shadow, resident.buffers[name].size)
+        fork = Resident(geometry, buffers)
+        self._copy_state(resident, fork)
+        return fork
+
+    def _copy_state(self, source: Resident, target: Resident) -> None:
+        """The planes that move, from one resident into another."""
+        context = self.context
         encoder = context.encoder("o1.fork")
         for name in MOVING_PLANES:
-            origin = resident.buffers[name]
+            size = min(source.buffers[name].size, target.buffers[name].size)
             with context.translated("fork"):
-                encoder.copy_buffer_to_buffer(origin, 0, buffers[name], 0, origin.size)
+                encoder.copy_buffer_to_buffer(source.buffers[name], 0, target.buffers[name], 0, size)
         context.submit(encoder, "fork")
-        return Resident(geometry, buffers)
 
     def _check_buffers(self, todo: Plan, compute_pass: Any, given: Mapping[str, Any]) -> None:
         device = self.context.device
