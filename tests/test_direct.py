@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import Rows, geometries, part, random_rows
 
-from cortiq_o1.cpu import direct, near, work
+from cortiq_o1.cpu import near, work
 from cortiq_o1.cpu.direct import CHUNK_ROWS, DirectEngine
 from cortiq_o1.cpu.far import SAFE_RISE, far_stages
 from cortiq_o1.cpu.near import Scratch, add_values, scores
@@ -247,12 +248,13 @@ def test_weights_without_a_scale_are_weights(
         assert_follows(engine, ODD, sealed(rng, ODD, 100), rows, calls)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 3, 9, 24])
-def test_many_heads_go_in_bundles(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, heads: int
+@pytest.mark.parametrize("heads", [1, 2, 3, 7, 24])
+@pytest.mark.parametrize("name", ["BLOCK_LOGITS", "TASK_LOGITS"])
+def test_many_heads_go_in_blocks_and_tasks(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str, heads: int
 ) -> None:
     geometry = Geometry(24, 8, 12, window=40, sinks=2, landmarks=5)
-    monkeypatch.setattr(direct, "WHOLE_LOGITS", heads * 40 * (42 + 40))
+    monkeypatch.setattr(work, name, heads * 40 * (42 + 40))
     planes = sealed(rng, geometry, 100)
     for engine in engines():
         assert_follows(engine, geometry, planes, random_rows(rng, 80, geometry), [40, 40])
@@ -264,7 +266,7 @@ def test_stages_after_a_large_key_are_those_of_row_by_row(rng: np.random.Generat
     keys[:, 20] *= 100
     maximum, mass = np.zeros((2, 3, 5), np.float32), np.ones((2, 3, 5), np.float32)
     shift = rng.standard_normal((2, 3, 5)).astype(np.float32)
-    got = far_stages(q_tilde, keys, shift, maximum, mass)
+    got = far_stages(q_tilde, keys, shift, maximum, mass, Scratch())
     mu, z = maximum.astype(float), mass.astype(float)
     for x in range(37):
         logit = np.einsum("ghmd,gd->ghm", q_tilde.astype(float), keys[:, x].astype(float)) - shift
@@ -368,6 +370,28 @@ def test_layers_of_one_engine_keep_apart(rng: np.random.Generator) -> None:
         want = run(alone, resident, rows, [8] * 5)
         np.testing.assert_array_equal(np.concatenate([turn[at] for turn in got]), want)
         assert_same(engine.read(together[at]), alone.read(resident))
+
+
+def test_calls_from_several_threads_take_turns(rng: np.random.Generator) -> None:
+    geometry = Geometry(8, 2, 32, window=300, sinks=3, landmarks=9)
+    states = [sealed(rng, geometry, rows) for rows in (330, 350)]
+    streams = [random_rows(rng, 200, geometry) for _ in states]
+
+    def stream(engine: DirectEngine, at: int) -> tuple[np.ndarray, Planes]:
+        resident = engine.upload(geometry, states[at])
+        outs = []
+        for i in range(0, 200, 8):
+            outs.append(engine.attend(resident, *part(streams[at], slice(i, i + 8)), False))
+            engine.commit(resident, 8)
+        return np.concatenate(outs), engine.read(resident)
+
+    wanted = [stream(DirectEngine(threads=2, parallel_work=0), at) for at in range(2)]
+    shared = DirectEngine(threads=2, parallel_work=0)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(stream, [shared, shared], range(2)))
+    for (out, planes), (want, want_planes) in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(out, want)
+        assert_same(planes, want_planes)
 
 
 def test_upload_and_read_copy(rng: np.random.Generator) -> None:

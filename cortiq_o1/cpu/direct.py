@@ -10,8 +10,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
-from typing import Any, TypeVar
+from threading import RLock
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,18 +21,12 @@ from ..errors import StateError
 from ..geometry import Geometry
 from ..kernels import STATE_PLANES, T_RECENT, T_TOTAL
 from ..planning import Limits, sub_chunks
-from .near import WHOLE_ROWS, Scratch
+from .near import Scratch
 from .resident import DirectResident, Journal, Spares, Step, find_runs
-from .work import BLOCK_ROWS, Bundle, Task, Work, cut, task_steps
-
-T = TypeVar("T")
-Share = Callable[[Callable[[Work, Scratch], None], list[Work]], None]
-"""Runs a job on each of a list, perhaps on several threads."""
+from .work import Task, Work, cut
 
 CHUNK_ROWS = 64
 """Rows of a sub-chunk: enough for full-speed products, few enough for the far field's stages."""
-WHOLE_LOGITS = 2**23
-"""Most logits at a time where products are whole: memory for them, and few turns between threads."""
 PARALLEL_WORK = 2**20
 """Multiply-adds from which a sub-chunk is worth handing to other threads."""
 
@@ -40,7 +34,7 @@ PARALLEL_WORK = 2**20
 class DirectEngine:
     """An `engine.Engine` on NumPy alone.
 
-    Not for concurrent calls: residents of one engine share its scratch.
+    Calls from several threads take turns: residents of one engine share its scratch.
 
     Args:
         threads: threads that share a call's groups; the CPUs this process may use if None.
@@ -54,26 +48,30 @@ class DirectEngine:
         self._scratch = [Scratch() for _ in range(self.threads)]
         self._spares = Spares()
         self._pool: ThreadPoolExecutor | None = None
+        self._turn = RLock()
 
     def upload(self, geometry: Geometry, planes: Mapping[str, npt.NDArray[Any]]) -> DirectResident:
         """Takes copies of the state planes."""
-        kept: dict[str, Any] = {name: planes[name].copy() for name in STATE_PLANES if name != "t_hat"}
-        kept["t_total"], kept["t_recent"] = (planes["t_hat"][:, at].copy() for at in (T_TOTAL, T_RECENT))
-        return DirectResident(geometry, **kept)
+        with self._turn:
+            kept: dict[str, Any] = {name: planes[name].copy() for name in STATE_PLANES if name != "t_hat"}
+            kept["t_total"], kept["t_recent"] = (planes["t_hat"][:, at].copy() for at in (T_TOTAL, T_RECENT))
+            return DirectResident(geometry, **kept)
 
     def read(self, resident: DirectResident) -> dict[str, npt.NDArray[Any]]:
         """Copies of the state planes."""
-        planes = {name: getattr(resident, name).copy() for name in STATE_PLANES if name != "t_hat"}
-        levels = [resident.t_total, resident.t_recent]
-        planes["t_hat"] = np.stack(levels if T_TOTAL < T_RECENT else levels[::-1], axis=1)
-        return planes
+        with self._turn:
+            planes = {name: getattr(resident, name).copy() for name in STATE_PLANES if name != "t_hat"}
+            levels = [resident.t_total, resident.t_recent]
+            planes["t_hat"] = np.stack(levels if T_TOTAL < T_RECENT else levels[::-1], axis=1)
+            return planes
 
     def attend(self, resident: DirectResident, q: Float32, k: Float32, v: Float32, commit: bool) -> Float32:
         """Outputs `(rows, nh, dv)`, see `engine.Engine`."""
         pending = None if commit else (k.copy(), v.copy())
         out = np.empty((*q.shape[:2], v.shape[2]), np.float32)
-        self._pass(resident, q, k, v, out, commit)
-        resident.pending = pending
+        with self._turn:
+            self._pass(resident, q, k, v, out, commit)
+            resident.pending = pending
         return out
 
     def commit(self, resident: DirectResident, rows: int) -> None:
@@ -81,12 +79,13 @@ class DirectEngine:
 
         Raises `StateError` where no rows are kept, or fewer.
         """
-        kept = len(resident.pending[0]) if resident.pending else 0
-        if resident.pending is None or not 0 <= rows <= kept:
-            raise StateError(f"rows: {rows}, expected 0 to the {kept} rows of the last uncommitted call")
-        k, v = resident.pending
-        self._pass(resident, None, k[:rows], v[:rows], None, True)
-        resident.pending = None
+        with self._turn:
+            kept = len(resident.pending[0]) if resident.pending else 0
+            if resident.pending is None or not 0 <= rows <= kept:
+                raise StateError(f"rows: {rows}, expected 0 to the {kept} rows of the last uncommitted call")
+            k, v = resident.pending
+            self._pass(resident, None, k[:rows], v[:rows], None, True)
+            resident.pending = None
 
     def _pass(
         self,
@@ -137,32 +136,20 @@ class DirectEngine:
         if moves and any(run.folded for run in step.runs):
             step.far_mz = resident.far_mz.copy()
             step.t_recent = self._spares.take(resident.t_recent)
-        hpg = geometry.heads_per_group
-        lanes = len(k) * hpg
         near = geometry.window + geometry.sinks
-        work = geometry.num_kv_heads * lanes * near * (geometry.head_dim + v.shape[2])
-        workers = self.threads if work >= self.parallel_work else 1
-        tasks = [Task(run, slice(run.first, run.last), slice(0, hpg)) for run in step.runs]
-        # BLAS has threads of its own: they and the engine's take turns. Which products are whole follows
-        # from the rows alone, for their bits to be the same with and without outputs.
-        if lanes >= WHOLE_ROWS:
-            share = partial(self._share, workers)
-            most = WHOLE_LOGITS // (len(k) * (near + len(k)))  # heads
-            for task in cut(tasks, max(1, most // hpg), min(hpg, max(1, most))):
-                groups, heads = (of.stop - of.start for of in (task.groups, task.heads))
-                parts = cut([task], *task_steps(groups, heads, workers, groups // (2 * workers)))
-                _run(Bundle(resident, step, task, q, out, self._scratch[0]), parts, share)
-        else:
+        work = len(k) * geometry.num_heads * near * (geometry.head_dim + v.shape[2])
+        workers = min(self.threads, geometry.num_heads) if work >= self.parallel_work else 1
 
-            def run(task: Task, scratch: Scratch) -> None:
-                _run(Bundle(resident, step, task, q, out, scratch), [task], partial(_alone, scratch))
+        def job(task: Task, scratch: Scratch) -> None:
+            part = Work(resident, step, task, scratch)
+            part.begin()
+            if q is not None and out is not None:
+                part.finish(q, out)
 
-            most = BLOCK_ROWS // lanes
-            workers = min(workers, geometry.num_heads)
-            self._share(workers, run, cut(tasks, *task_steps(geometry.num_kv_heads, hpg, workers, most)))
+        self._share(workers, job, cut(step.runs, geometry, workers))
         return step
 
-    def _share(self, workers: int, job: Callable[[T, Scratch], None], tasks: list[T]) -> None:
+    def _share(self, workers: int, job: Callable[[Task, Scratch], None], tasks: list[Task]) -> None:
         """Runs `job` on each task, on this thread and on others, to the end of all of them."""
         workers = min(workers, len(tasks))
         if workers > 1 and self._pool is None:
@@ -186,22 +173,6 @@ class DirectEngine:
             wait(others)
         for other in others:
             other.result()
-
-
-def _alone(scratch: Scratch, job: Callable[[T, Scratch], None], tasks: list[T]) -> None:
-    for task in tasks:
-        job(task, scratch)
-
-
-def _run(bundle: Bundle, parts: list[Task], share: Share) -> None:
-    """The outputs of a bundle, and its next far field: the products at once, the rest by its parts."""
-    works = [Work(bundle, part) for part in parts]
-    share(Work.begin, works)
-    if bundle.q is not None:
-        bundle.score()
-        share(Work.weigh, works)
-        bundle.sum_values()
-        share(Work.finish, works)
 
 
 def _cpus() -> int:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..arrays import Float32
 from ..kernels import LARGE
-from .near import scores
+from .near import Scratch, add_values, scores
 
 SAFE_RISE = 40.0
 """How far a maximum may rise over the stages for one scale to serve them all in float32."""
@@ -36,33 +36,40 @@ class FarStages:
     lift: Float32 | None
 
 
-def far_stages(q_tilde: Float32, keys: Float32, shift: Float32, maximum: Float32, mass: Float32) -> FarStages:
+def far_stages(
+    q_tilde: Float32, keys: Float32, shift: Float32, maximum: Float32, mass: Float32, scratch: Scratch
+) -> FarStages:
     """The stages of folding `keys (g, f, d)`, scaled, into a field of `maximum`, `mass (g, h, m)`.
 
-    `q_tilde` is `(g, h, m, d)`; `shift (g, h, m)` is taken from every logit.
+    `q_tilde` is `(g, h, m, d)`; `shift (g, h, m)` is taken from every logit. The arrays are of `scratch`.
     """
-    groups, heads, m, width = q_tilde.shape
+    groups, heads, m, _ = q_tilde.shape
     folded = keys.shape[1]
-    flat = np.empty((groups, folded, heads * m), np.float32)
-    scores(keys, q_tilde.reshape(groups, heads * m, width), flat)
-    logits = flat.reshape(groups, folded, heads, m).swapaxes(1, 2)
-    logits = np.subtract(logits, shift[:, :, None], order="C")
+    lanes = (groups, heads)
+    logits = scratch.take("far_logits", *lanes, folded, m)
+    scores(keys[:, None], q_tilde, logits)
+    np.subtract(logits, shift[:, :, None], out=logits)
     # Differences to an empty field's maximum must stay finite, so a logit counts from -LARGE on.
-    stages = np.concatenate((maximum[:, :, None], logits), axis=2)
+    stages = scratch.take("far_maximum", *lanes, folded + 1, m)
+    stages[:, :, 0] = maximum
+    stages[:, :, 1:] = logits
     np.maximum.accumulate(stages, axis=2, out=stages)
     last = stages[:, :, -1:]
     rescale = np.exp(maximum - last[:, :, 0])
-    weights = np.exp(logits - last)
+    weights = np.subtract(logits, last, out=scratch.take("far_weights", *logits.shape))
+    np.exp(weights, out=weights)
     lift = None
-    masses = np.empty_like(stages)
+    masses = scratch.take("far_masses", *stages.shape)
     masses[:, :, 0] = mass
-    if logits.shape[2]:
-        rise = last - stages[:, :, 1:]
+    if folded:
+        rise = np.subtract(last, stages[:, :, 1:], out=scratch.take("far_lift", *logits.shape))
         if rise[:, :, 0].max() <= SAFE_RISE:
             lift = np.exp(rise, out=rise)
-            np.cumsum(weights, axis=2, out=masses[:, :, 1:])
-            masses[:, :, 1:] += (mass * rescale)[:, :, None]
-            masses[:, :, 1:] *= lift
+            later = masses[:, :, 1:]
+            later[...] = (mass * rescale)[:, :, None]
+            # Faster than a cumulative sum along the rows.
+            add_values(np.tri(folded, dtype=np.float32), weights, later, scratch)
+            later *= lift
         else:
             _scan(masses, logits, stages)
     return FarStages(logits, stages, masses, weights, rescale, lift)
@@ -82,80 +89,87 @@ def _scan(masses: Float32, logits: Float32, stages: Float32) -> None:
 
 @dataclass(frozen=True)
 class FarGains:
-    """What the far field gives each row.
+    """What the far field gives each row, at scale `exp(-top)`.
 
-    `top (g, h, i)`: the row's maximum C; `mass (g, h, i)`: its part of the denominator; `gains
-    (g, h, i, m)`: weights of the numerator from before the sub-chunk; `evicted (g, h, i, f)`: weights of
-    the folded rows' values, None if there are none.
+    `top (g, h, i)`: its own maximum, -LARGE where it gives nothing; `mass (g, h, i)`: its part of the
+    denominator; `evicted (g, h, i, f)`: weights of the folded rows' values, any for
+    one not yet folded, None if there are none;
+    `numerator (g, h, i, dv)`: from before the sub-chunk, None if there was nothing.
     """
 
     top: Float32
     mass: Float32
-    gains: Float32
     evicted: Float32 | None
-
-    def unshifted(self) -> FarGains:
-        """The same to the scale of a maximum of zero."""
-        lift = np.exp(self.top)
-        by_row = lift[..., None]
-        evicted = None if self.evicted is None else self.evicted * by_row
-        return FarGains(np.zeros_like(lift), self.mass * lift, self.gains * by_row, evicted)
+    numerator: Float32 | None
 
 
 def far_gains(
     stages: FarStages,
     after: np.ndarray,
-    empty: bool,
+    before: Float32 | None,
     logits: Float32,
     mix: Float32,
-    near_max: Float32,
     clamp: bool,
+    scratch: Scratch,
 ) -> FarGains:
     """The far part of rows that each see stage `after[i]`.
 
-    `empty`: nothing was folded before the sub-chunk; `logits (g, h, i, m)`: queries against key
-    landmarks, overwritten; `mix (g, h, m, m)`; `near_max (g, h, i)`; `clamp`: the "fm" rectifier.
+    `before (g, h, m, dv)`: the numerator before the sub-chunk, None if nothing was folded by then;
+    `logits (g, h, i, m)`: queries against key landmarks, overwritten; `mix (g, h, m, m)`; `clamp`: the
+    "fm" rectifier. The arrays are of `scratch`.
     """
     best = logits.max(axis=3, keepdims=True)
     np.subtract(logits, best, out=logits)
     np.exp(logits, out=logits)
-    weights = np.matmul(logits, mix)
+    weights = scratch.take("far_gains", *logits.shape)
+    weights.fill(0.0)
+    add_values(logits, mix, weights, scratch)
     if clamp:
         np.maximum(weights, 0.0, out=weights)
-    maximum, mass = stages.maximum[:, :, after], stages.mass[:, :, after]
-    reach = best + maximum
-    top = np.maximum(near_max, reach.max(axis=3))
+    # Rows of a full ring see one stage after another: no copies then.
+    seen = slice(after[0], after[-1] + 1) if after[-1] - after[0] == len(after) - 1 else after
+    maximum, mass = stages.maximum[:, :, seen], stages.mass[:, :, seen]
+    reach = np.add(maximum, best, out=logits)
+    top = reach.max(axis=3)
     np.subtract(reach, top[..., None], out=reach)
     np.exp(reach, out=reach)
     np.multiply(weights, reach, out=weights)
     total = np.einsum("ghim,ghim->ghi", weights, mass)
     dropped = total < 0.0
-    if empty:
+    if before is None:
         dropped |= after == 0
     if dropped.any():
         total[dropped] = 0.0
         weights[dropped] = 0.0
-        top[dropped] = near_max[dropped]
-    evicted = _evicted_weights(stages, after, weights) if stages.logits.shape[2] else None
-    if not stages.logits.shape[2]:
-        return FarGains(top, total, weights, evicted)
-    gains = np.exp(stages.maximum[:, :, :1] - maximum)
-    np.multiply(gains, weights, out=gains)
-    return FarGains(top, total, gains, evicted)
+        top[dropped] = -LARGE
+    numerator = None
+    if before is not None:
+        gains = weights
+        if stages.logits.shape[2]:
+            gains = np.subtract(stages.maximum[:, :, :1], maximum, out=logits)
+            np.exp(gains, out=gains)
+            np.multiply(gains, weights, out=gains)
+        numerator = scratch.take("far_numerator", *total.shape, before.shape[3])
+        numerator.fill(0.0)
+        add_values(gains, before, numerator, scratch)
+    evicted = _evicted_weights(stages, after, weights, scratch) if stages.logits.shape[2] else None
+    return FarGains(top, total, evicted, numerator)
 
 
-def _evicted_weights(stages: FarStages, after: np.ndarray, weights: Float32) -> Float32:
-    """`sum_b weights_ib exp(l_yb - mu_ib)` of each row i and each row y folded by then, else 0."""
+def _evicted_weights(stages: FarStages, after: np.ndarray, weights: Float32, scratch: Scratch) -> Float32:
+    """`sum_b weights_ib exp(l_yb - mu_ib)` of each row i and each row y folded by then; else any."""
     logits, maximum = stages.logits, stages.maximum
     folded = logits.shape[2]
+    # Columns outside, as the logits that they join lie.
+    evicted = scratch.take("far_evicted", *weights.shape[:2], folded, weights.shape[2]).swapaxes(2, 3)
     if stages.lift is not None:
         # One scale for all rows makes it a matrix product. A row before the first fold takes nothing.
-        lifted = stages.lift[:, :, np.maximum(after, 1) - 1]
-        np.multiply(lifted, weights, out=lifted)
-        evicted = np.matmul(lifted, stages.weights.swapaxes(2, 3))
-        evicted *= np.arange(folded) < after[:, None]
+        at = np.maximum(after, 1) - 1
+        lift = stages.lift if len(at) == folded and after[0] else stages.lift[:, :, at]
+        np.multiply(lift, weights, out=weights)
+        scores(weights, stages.weights, evicted)
         return evicted
-    evicted = np.zeros((*weights.shape[:3], folded), np.float32)
+    evicted.fill(0.0)
     for i, count in enumerate(after):
         if count:
             each = np.exp(logits[:, :, :count] - maximum[:, :, count, None])

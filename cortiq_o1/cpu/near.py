@@ -16,9 +16,9 @@ VECTOR_WORK = 9 * 2**10 - 1
 thread. With larger ones the engine's threads would wait for each other's turn at BLAS's own."""
 VECTOR_ROWS = 4
 """Up to so many query rows, a product with each is faster than one with all: it packs no keys."""
-WHOLE_ROWS = 32
-"""From so many query rows on, cutting a product costs more than BLAS's own threads: it stays whole, and
-none of the engine's threads may run beside it."""
+SCORE_ROWS, VALUE_ROWS = 64, 32
+"""Least query rows of a product where they are cut: with these its sides are about equal, and BLAS packs
+least for what it multiplies."""
 
 
 class Scratch:
@@ -43,51 +43,71 @@ def _pieces(count: int, cost: int, limit: int) -> tuple[int, int]:
     """
     most = max(1, limit // cost)
     size = count // -(-count // most)
-    if size >= 32:
-        size -= size % 16
+    if size >= 32 and size < count:
+        size -= size % 8
     return count // size, size
 
 
+def _row_blocks(rows: int, least: int, work: int) -> int:
+    """Equal blocks of at least `least` rows, one if all are of one product."""
+    if work <= PRODUCT_WORK:
+        return 1
+    return next((n for n in range(rows // least, 1, -1) if rows % n == 0), 1)
+
+
+def _pieces_first(array: Float32) -> Float32:
+    """`(..., blocks, rows, pieces, size)` as a view `(..., pieces, blocks, rows, size)`."""
+    return array.swapaxes(-2, -3).swapaxes(-3, -4)
+
+
 def scores(q: Float32, keys: Float32, out: Float32) -> None:
-    """`out (g, r, n) = q (g, r, d) keys (g, n, d)^T`, in products that BLAS runs on this thread."""
-    groups, rows, width = q.shape
-    count = keys.shape[1]
+    """`out (..., r, n) = q (..., r, d) keys (..., n, d)^T`, in products that BLAS runs on this thread."""
+    rows, width = q.shape[-2:]
+    count = keys.shape[-2]
     if not count:
         return
     single = rows <= VECTOR_ROWS
-    pieces, size = (
-        _pieces(count, width, VECTOR_WORK) if single else _pieces(count, rows * width, PRODUCT_WORK)
-    )
-    at = pieces * size
-    cut = keys[:, :at].reshape(groups, pieces, size, width)
-    to = out[:, :, :at].reshape(groups, rows, pieces, size).swapaxes(1, 2)
     if single:
-        np.matmul(cut[:, :, None], q[:, None, :, :, None], out=to[..., None])
+        pieces, size = _pieces(count, width, VECTOR_WORK)
     else:
-        np.matmul(q[:, None], cut.swapaxes(2, 3), out=to)
-    scores(q, keys[:, at:], out[:, :, at:])
+        blocks = _row_blocks(rows, SCORE_ROWS, rows * count * width)
+        rows //= blocks
+        pieces, size = _pieces(count, rows * width, PRODUCT_WORK)
+    at = pieces * size
+    # Pieces outside, rows inside: a piece of keys is in the cache for all of them.
+    cut = keys[..., :at, :].reshape(*keys.shape[:-2], pieces, 1, size, width)
+    if single:
+        to = out[..., :at].reshape(*out.shape[:-1], pieces, size).swapaxes(-2, -3)
+        np.matmul(cut, q[..., None, :, :, None], out=to[..., None])
+    else:
+        to = out[..., :at].reshape(*out.shape[:-2], blocks, rows, pieces, size)
+        of = q.reshape(*q.shape[:-2], 1, blocks, rows, width)
+        np.matmul(of, cut.swapaxes(-1, -2), out=_pieces_first(to))
+    if at < count:
+        scores(q, keys[..., at:, :], out[..., at:])
 
 
 def add_values(weights: Float32, values: Float32, out: Float32, scratch: Scratch) -> None:
-    """`out (g, r, dv) += weights (g, r, n) values (g, n, dv)`, cut as `scores` is."""
-    groups, rows, count = weights.shape
-    width = values.shape[2]
+    """`out (..., r, dv) += weights (..., r, n) values (..., n, dv)`, cut as `scores` is."""
+    rows, count = weights.shape[-2:]
+    width = values.shape[-1]
     if not count:
         return
-    single = rows <= VECTOR_ROWS
-    pieces, size = (
-        _pieces(count, width, VECTOR_WORK) if single else _pieces(count, rows * width, PRODUCT_WORK)
-    )
-    at = pieces * size
-    sums = scratch.take("sums", groups, pieces, rows, width)
-    cut = weights[:, :, :at].reshape(groups, rows, pieces, size).swapaxes(1, 2)
-    of = values[:, :at].reshape(groups, pieces, size, width)
-    if single:
-        np.matmul(cut[:, :, :, None], of[:, :, None], out=sums[:, :, :, None])
+    if rows <= VECTOR_ROWS:
+        blocks, rows = rows, 1
+        pieces, size = _pieces(count, width, VECTOR_WORK)
     else:
-        np.matmul(cut, of, out=sums)
-    out += sums[:, 0] if pieces == 1 else sums.sum(axis=1)
-    add_values(weights[:, :, at:], values[:, at:], out, scratch)
+        blocks = _row_blocks(rows, VALUE_ROWS, rows * count * width)
+        rows //= blocks
+        pieces, size = _pieces(count, rows * width, PRODUCT_WORK)
+    at = pieces * size
+    sums = scratch.take("sums", *out.shape[:-2], pieces, blocks, rows, width)
+    cut = _pieces_first(weights[..., :at].reshape(*weights.shape[:-2], blocks, rows, pieces, size))
+    np.matmul(cut, values[..., :at, :].reshape(*values.shape[:-2], pieces, 1, size, width), out=sums)
+    to = out.reshape(*out.shape[:-2], blocks, rows, width)
+    to += sums[..., 0, :, :, :] if pieces == 1 else sums.sum(axis=-4)
+    if at < count:
+        add_values(weights[..., at:], values[..., at:, :], out, scratch)
 
 
 class Window:
@@ -110,38 +130,38 @@ class Window:
                 self.ranges[-1] = (self.ranges[-1][0], high)
             else:
                 self.ranges.append((low, high))
-        self.rows = rows
         self.held = length + sinks
         self.columns = self.held + rows
-        self.first = window - length
-        """The first row that evicts."""
-        evicted = max(0, rows - self.first)
+        first = window - length  # the first row that evicts
+        evicted = max(0, rows - first)
         start = head if full else 0
         cut = min(evicted, window - start)
-        self._masks = []
+        self._bounds = []
         self._evicted = []
+        since = np.arange(rows)[:, None] - first
         for columns, age in ((slice(start, start + cut), 0), (slice(0, evicted - cut), cut)):
             ages = np.arange(age, age + columns.stop - columns.start)
             if len(ages):
-                self._evicted.append((columns.start, age, len(ages)))
-                self._masks.append((columns, ages <= np.arange(rows)[:, None] - self.first))
+                gone = ages <= since
+                self._evicted.append((columns.start, age, np.asfortranarray(gone, np.float32)))
+                self._bounds.append((columns, _bound(gone)))
         if rows > 1:
-            own = slice(self.held, self.held + rows)
-            self._masks.append((own, ~np.tri(rows, dtype=bool)))
+            self._bounds.append((slice(self.held, self.columns), _bound(~np.tri(rows, dtype=bool))))
 
     def hide(self, logits: Float32) -> None:
         """Takes what a row does not see out of `logits (..., rows, columns)`."""
-        for columns, mask in self._masks:
-            np.copyto(logits[..., columns], np.float32(-LARGE), where=mask)
+        for columns, bound in self._bounds:
+            part = logits[..., columns]
+            np.minimum(part, bound, out=part)
 
     def put(self, weights: Float32, evicted: Float32) -> None:
-        """Gives the rows that left the window their far weights `evicted (..., rows, f)`, oldest first,
-        where `weights (..., rows, columns)` hold nothing for them."""
+        """Gives the rows that left a row's window their far weights `evicted (..., rows, f)`, oldest
+        first, where `weights (..., rows, columns)` hold nothing for them."""
         folded = evicted.shape[-1]
-        for column, age, count in self._evicted:
-            count = min(count, folded - age)
+        for column, age, gone in self._evicted:
+            count = min(gone.shape[1], folded - age)
             if count > 0:
-                weights[..., column : column + count] += evicted[..., age : age + count]
+                weights[..., column : column + count] += evicted[..., age : age + count] * gone[:, :count]
 
     def scores(self, q: Float32, keys: Float32, own: Float32, out: Float32) -> None:
         """`out (g, r, columns)` of scaled `q (g, r, d)`, r = heads times rows, rows the inner one.
@@ -149,25 +169,15 @@ class Window:
         `keys`: the groups' part of the ring plane; `own (g, rows, d)`: the sub-chunk's.
         """
         for part, columns in self._parts(keys, own):
-            if q.shape[1] >= WHOLE_ROWS:
-                np.matmul(q, part.swapaxes(1, 2), out=out[:, :, columns])
-            else:
-                scores(q, part, out[:, :, columns])
+            scores(q, part, out[:, :, columns])
 
     def sum_values(
         self, weights: Float32, values: Float32, own: Float32, out: Float32, scratch: Scratch
     ) -> None:
         """`out (g, r, dv)`: the values under `weights (g, r, columns)`; they lie as keys do."""
-        whole = out.shape[1] >= WHOLE_ROWS
-        if not whole:
-            out.fill(0.0)
+        out.fill(0.0)
         for part, columns in self._parts(values, own):
-            if not whole:
-                add_values(weights[:, :, columns], part, out, scratch)
-            elif columns.start:
-                out += np.matmul(weights[:, :, columns], part, out=scratch.take("sums", *out.shape))
-            else:
-                np.matmul(weights[:, :, columns], part, out=out)
+            add_values(weights[:, :, columns], part, out, scratch)
 
     def _parts(self, plane: Float32, own: Float32) -> Iterator[tuple[Float32, slice]]:
         """What lies together in a plane of keys or values, and its columns."""
@@ -176,3 +186,8 @@ class Window:
             yield plane[:, low:high], slice(at, at + high - low)
             at += high - low
         yield own, slice(at, self.columns)
+
+
+def _bound(hidden: np.ndarray) -> Float32:
+    """The most a logit may be, columns outside as logits lie: a minimum is faster than a masked copy."""
+    return np.asfortranarray(np.where(hidden, np.float32(-LARGE), np.float32(np.inf)))

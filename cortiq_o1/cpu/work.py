@@ -8,13 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..arrays import Float32
+from ..geometry import Geometry
 from ..kernels import MZ_MAX, MZ_RECENT, MZ_SHIFT, MZ_TOTAL
 from .far import FarGains, FarStages, empty_maximum, far_gains, far_stages
-from .near import Scratch, Window, add_values, scores
+from .near import VECTOR_ROWS, Scratch, Window, add_values, scores
 from .resident import DirectResident, Run, Step
 
-BLOCK_ROWS = 64
-"""Rows times heads whose logits over a window of 2,048 stay in a core's cache."""
+BLOCK_LOGITS = 9 * 2**16
+"""Logits at a time, from the scores to the values: few enough for a core's cache, and enough to read the
+keys once for most of a group's heads."""
+TASK_LOGITS = 9 * 2**17
+"""Logits of a task: far fields come cheaper by several groups, threads stay evenly busy with many tasks."""
 SAFE_LOGIT = 30.0
 """Where all maxima lie within this of zero, weights need no scale: their sums stay in float32's range,
 and above the least denominator with a scale and without."""
@@ -25,114 +29,70 @@ class Task:
     """A part of a sub-chunk: groups of one run, and some heads of each."""
 
     run: Run
+    window: Window
     groups: slice
     heads: slice
 
 
-def task_steps(groups: int, heads: int, workers: int, most: int) -> tuple[int, int]:
-    """Groups, at most `most`, and heads of each, of a task, for `workers` to share all tasks."""
-    if workers > groups:
-        # Each task reads its group's keys again, from a cache that the cores share.
-        return 1, -(-heads // -(-workers // groups))
-    # Small tasks keep threads evenly busy, large ones cost less of Python.
-    return max(1, min(most, -(-groups // workers))), heads
+def cut(runs: list[Run], geometry: Geometry, workers: int) -> list[Task]:
+    """The runs in tasks that `workers` share."""
+    groups, heads = geometry.num_kv_heads, geometry.heads_per_group
+    tasks = []
+    for run in runs:
+        window = Window(run.length, run.head, run.window, geometry.window, geometry.sinks, run.rows)
+        if workers > groups:
+            # Each task reads its group's keys again, from a cache that the cores share.
+            g_step, h_step = 1, -(-heads // -(-workers // groups))
+        else:
+            most = max(1, TASK_LOGITS // (heads * run.rows * window.columns))
+            g_step, h_step = min(most, -(-groups // workers)), heads
+        tasks += [
+            Task(run, window, g, h)
+            for g in _slices(run.first, run.last, g_step)
+            for h in _slices(0, heads, h_step)
+        ]
+    return tasks
 
 
-def cut(tasks: list[Task], g_step: int, h_step: int) -> list[Task]:
-    """The tasks in tasks of at most so many groups and heads of each."""
-    return [
-        Task(task.run, groups, heads)
-        for task in tasks
-        for groups in _slices(task.groups, g_step)
-        for heads in _slices(task.heads, h_step)
-    ]
-
-
-def _slices(whole: slice, step: int) -> Iterator[slice]:
-    for low in range(whole.start, whole.stop, step):
-        yield slice(low, min(low + step, whole.stop))
-
-
-class Bundle:
-    """Groups, or heads of a group, whose near products are made together.
-
-    `queries (g, h, rows, d)`, scaled; `logits (g, h, rows, columns)`, then weights; `numerator (g, h,
-    rows, dv)`; `mass (g, h, rows)`. Without `q (rows, nh, d)` and `out (rows, nh, dv)` there are none.
-    """
-
-    def __init__(
-        self,
-        resident: DirectResident,
-        step: Step,
-        task: Task,
-        q: Float32 | None,
-        out: Float32 | None,
-        scratch: Scratch,
-    ) -> None:
-        self.resident, self.step, self.task, self.q, self.out = resident, step, task, q, out
-        self.scratch = scratch
-        if q is None or out is None:
-            return
-        run, geometry = task.run, resident.geometry
-        self.window = Window(run.length, run.head, run.window, geometry.window, geometry.sinks, run.rows)
-        lanes = (task.groups.stop - task.groups.start, task.heads.stop - task.heads.start, run.rows)
-        self.queries = scratch.take("queries", *lanes, q.shape[2])
-        self.logits = scratch.take("logits", *lanes, self.window.columns)
-        self.numerator = scratch.take("numerator", *lanes, out.shape[2])
-        self.mass = scratch.take("mass", *lanes)
-
-    def score(self) -> None:
-        """Queries against keys."""
-        groups = self.task.groups
-        own = self.step.k[:, groups].swapaxes(0, 1)
-        self.window.scores(joined(self.queries), self.resident.ring_k[groups], own, joined(self.logits))
-
-    def sum_values(self) -> None:
-        """Weights times values."""
-        groups = self.task.groups
-        own = self.step.v[:, groups].swapaxes(0, 1)
-        weights, numerator = joined(self.logits), joined(self.numerator)
-        self.window.sum_values(weights, self.resident.ring_v[groups], own, numerator, self.scratch)
+def _slices(first: int, last: int, step: int) -> Iterator[slice]:
+    for low in range(first, last, step):
+        yield slice(low, min(low + step, last))
 
 
 class Work:
-    """A part of a bundle on its way: `begin`, `weigh` once there are logits, `finish` after the values."""
+    """A task's far field and outputs: `begin`, then `finish` where there are queries.
 
-    def __init__(self, bundle: Bundle, task: Task) -> None:
-        self.bundle, self.resident, self.step = bundle, bundle.resident, bundle.step
-        self.run, self.groups = task.run, task.groups
+    Shapes: `g` groups, `h` heads of each, `i` rows, `m` landmarks in use.
+    """
+
+    def __init__(self, resident: DirectResident, step: Step, task: Task, scratch: Scratch) -> None:
+        self.resident, self.step, self.run, self.window = resident, step, task.run, task.window
+        self.scratch, self.groups = scratch, task.groups
         self.count = task.groups.stop - task.groups.start
         self.hpg = task.heads.stop - task.heads.start
-        first = task.groups.start * bundle.resident.geometry.heads_per_group + task.heads.start
+        first = task.groups.start * resident.geometry.heads_per_group + task.heads.start
         self.heads = slice(first, first + self.count * self.hpg)
-        g, h = task.groups.start - bundle.task.groups.start, task.heads.start - bundle.task.heads.start
-        self.at = (slice(g, g + self.count), slice(h, h + self.hpg))
         self.stages: FarStages | None = None
-        self.far: FarGains | None = None
 
     def _by_group(self, plane: Float32) -> Float32:
-        """The groups' part of a plane of heads, `(groups, heads of a group, ...)`."""
+        """The task's part of a plane of heads, `(g, h, ...)`."""
         return plane[self.heads].reshape(self.count, self.hpg, *plane.shape[1:])
 
-    def begin(self, scratch: Scratch) -> None:
-        """The far field's stages, its next sums into the step, and scaled queries."""
+    def begin(self) -> None:
+        """The far field's stages, and its next sums into the step."""
         if self.run.far_len or self.run.folded:
             self.stages, values = self._stages()
             if self.step.far_mz is not None:
-                self._next_far(self.stages, values, scratch)
+                self._next_far(self.stages, values)
         elif self.step.t_recent is not None:
             self.step.t_recent[self.heads] = self.resident.t_recent[self.heads]
-        if self.bundle.q is not None:
-            own = self.bundle.q[:, self.heads].reshape(self.run.rows, self.count, self.hpg, -1)
-            queries = self.bundle.queries[self.at]
-            np.multiply(own.transpose(1, 2, 0, 3), self.resident.geometry.scale32, out=queries)
 
     def _stages(self) -> tuple[FarStages, Float32]:
         """The far field's stages, and the folded rows' values `(g, f, dv)`."""
-        resident, run = self.resident, self.run
+        resident, run, take = self.resident, self.run, self.scratch.take
         geometry = resident.geometry
-        keys = np.empty((self.count, run.folded, geometry.head_dim), np.float32)
-        values = np.empty((self.count, run.folded, resident.ring_v.shape[2]), np.float32)
+        keys = take("folded_keys", self.count, run.folded, geometry.head_dim)
+        values = take("folded_values", self.count, run.folded, resident.ring_v.shape[2])
         for slots, at in run.slots(run.head, run.folded):
             np.multiply(resident.ring_k[self.groups, slots], geometry.scale32, out=keys[:, at])
             values[:, at] = resident.ring_v[self.groups, slots]
@@ -144,9 +104,9 @@ class Work:
         else:
             maximum = empty_maximum((self.count, self.hpg, m))
             mass = np.zeros_like(maximum)
-        return far_stages(q_tilde, keys, mz[:, :, MZ_SHIFT], maximum, mass), values
+        return far_stages(q_tilde, keys, mz[:, :, MZ_SHIFT], maximum, mass, self.scratch), values
 
-    def _next_far(self, stages: FarStages, values: Float32, scratch: Scratch) -> None:
+    def _next_far(self, stages: FarStages, values: Float32) -> None:
         """The far field after the sub-chunk, into the step."""
         resident, step, run = self.resident, self.step, self.run
         assert step.far_mz is not None
@@ -162,16 +122,10 @@ class Work:
         moved = rescale != 1.0
         if run.folded == 1:
             np.multiply(weights[:, :, 0, :, None], values[:, None], out=new)
+            new += old * rescale[..., None] if moved.any() else old
         else:
-            columns = weights.swapaxes(2, 3).reshape(self.count, -1, run.folded)
-            sums = scratch.take("folded", self.count, self.hpg * m, values.shape[2])
-            sums.fill(0.0)
-            add_values(columns, values, sums, scratch)
-            new[...] = sums.reshape(new.shape)
-        if moved.any():
-            new += old * rescale[..., None]
-        else:
-            new += old
+            np.multiply(old, rescale[..., None], out=new)
+            add_values(weights.swapaxes(2, 3), values[:, None], new, self.scratch)
         mz = self._by_group(step.far_mz)[..., :m]
         mz[:, :, MZ_MAX] = stages.maximum[:, :, -1]
         mz[:, :, MZ_TOTAL] *= rescale
@@ -189,67 +143,88 @@ class Work:
             index = (heads + self.heads.start, marks)
             step.totals.append((index, resident.t_total[index] * flat[heads, marks, None]))
 
-    def weigh(self, scratch: Scratch) -> None:
-        """Turns logits into weights, those of newly evicted rows included, and sums up the mass."""
-        window, logits, mass = self.bundle.window, self.bundle.logits[self.at], self.bundle.mass[self.at]
-        near_max = scratch.take("near_max", *mass.shape)
-        blocks = self._blocks()
-        for i in blocks:
-            window.hide(logits[i])
-            np.max(logits[i], axis=3, out=near_max[i])
-        far = None if self.stages is None else self._far(self.stages, near_max, scratch)
-        top = near_max if far is None else far.top
-        shifts = top.max() > SAFE_LOGIT or near_max.min() < -SAFE_LOGIT
-        if far is not None and not shifts:
-            far = far.unshifted()
-        for i in blocks:
-            weights = logits[i]
-            if shifts:
-                np.subtract(weights, top[i][..., None], out=weights)
-            np.exp(weights, out=weights)
-            # Twice as fast as np.sum, and with many partial sums as exact as the product with the values.
-            np.einsum("ghic->ghi", weights, out=mass[i])
-            if far is not None and far.evicted is not None:
-                window.put(weights, far.evicted[i])
-        if far is not None:
-            mass += far.mass
-        self.far = far
+    def finish(self, q: Float32, out: Float32) -> None:
+        """The task's part of `out (rows, nh, dv)` for `q (rows, nh, d)`."""
+        lanes = (self.count, self.hpg, self.run.rows)
+        queries = lanes_inside(self.scratch, "queries", lanes, q.shape[2])
+        own = q[:, self.heads].reshape(self.run.rows, self.count, self.hpg, -1)
+        np.multiply(own.transpose(1, 2, 0, 3), self.resident.geometry.scale32, out=queries)
+        far = None if self.stages is None else self._far(self.stages, queries)
+        per_head = self.run.rows * self.window.columns
+        h_step = min(self.hpg, max(1, BLOCK_LOGITS // per_head))
+        g_step = max(1, BLOCK_LOGITS // (per_head * self.hpg)) if h_step == self.hpg else 1
+        for g in _slices(0, self.count, g_step):
+            for h in _slices(0, self.hpg, h_step):
+                self._block(g, h, queries[g, h], far, out)
 
-    def finish(self, scratch: Scratch) -> None:
-        """The outputs, the far field's old sums included."""
-        numerator, mass, far = self.bundle.numerator[self.at], self.bundle.mass[self.at], self.far
-        assert self.bundle.out is not None
-        m, rows = self.run.landmarks, self.run.rows
-        flat = (self.count * self.hpg, rows, -1)
-        if far is not None and self.run.far_len:
-            before = self.resident.t_total[self.heads, :m] + self.resident.t_recent[self.heads, :m]
-            add_values(far.gains.reshape(flat), before, numerator.reshape(flat), scratch)
-        np.maximum(mass, np.float32(1e-30), out=mass)
-        own, divisor = (array.reshape(flat).swapaxes(0, 1) for array in (numerator, mass))
-        np.divide(own, divisor, out=self.bundle.out[:, self.heads])
-
-    def _far(self, stages: FarStages, near_max: Float32, scratch: Scratch) -> FarGains:
-        """What the far field adds to rows of near maximum `near_max (g, h, rows)`."""
+    def _far(self, stages: FarStages, queries: Float32) -> FarGains:
+        """What the far field adds for `queries (g, h, i, d)`."""
         resident, run = self.resident, self.run
         m = run.landmarks
-        queries = self.bundle.queries[self.at]
-        logits = scratch.take("marks", *queries.shape[:3], m)
+        logits = self.scratch.take("marks", *queries.shape[:3], m)
         scores(joined(queries), resident.k_tilde[self.groups, :m], joined(logits))
         mix = self._by_group(resident.mix)[:, :, :m, :m]
+        before = None
+        if run.far_len:
+            total, recent = (self._by_group(t)[:, :, :m] for t in (resident.t_total, resident.t_recent))
+            before = np.add(total, recent, out=self.scratch.take("before", *total.shape))
         clamp = resident.geometry.rect == "fm"
-        return far_gains(stages, run.after, run.far_len == 0, logits, mix, near_max, clamp)
+        return far_gains(stages, run.after, before, logits, mix, clamp, self.scratch)
 
-    def _blocks(self) -> list[tuple[slice, slice]]:
-        """The part's groups and heads in blocks of about `BLOCK_ROWS`."""
-        g_step = max(1, BLOCK_ROWS // (self.hpg * self.run.rows))
-        h_step = max(1, BLOCK_ROWS // self.run.rows) if g_step == 1 else self.hpg
-        return [
-            (slice(g, g + g_step), slice(h, h + h_step))
-            for g in range(0, self.count, g_step)
-            for h in range(0, self.hpg, h_step)
-        ]
+    def _block(self, g: slice, h: slice, queries: Float32, far: FarGains | None, out: Float32) -> None:
+        """Outputs of the task's groups `g` and heads `h`, for scaled `queries (g, h, i, d)`."""
+        resident, step, window, scratch = self.resident, self.step, self.window, self.scratch
+        groups = slice(self.groups.start + g.start, self.groups.start + g.stop)
+        lanes = queries.shape[:3]
+        weights = lanes_inside(scratch, "logits", lanes, window.columns)
+        own = step.k[:, groups].swapaxes(0, 1)
+        window.scores(joined(queries), resident.ring_k[groups], own, joined(weights))
+        window.hide(weights)
+        far_top = None if far is None else far.top[g, h]
+        top: Float32 | None = None
+        if not _safe(weights, far_top):
+            near_max = weights.max(axis=3)
+            top = near_max if far_top is None else np.maximum(near_max, far_top)
+            np.subtract(weights, top[..., None], out=weights)
+        np.exp(weights, out=weights)
+        # Twice as fast as np.sum, and with many partial sums as exact as the product with the values.
+        mass = np.einsum("ghic->ghi", weights)
+        if far is not None:
+            lift = np.exp(far.top[g, h] if top is None else far.top[g, h] - top)
+            mass += far.mass[g, h] * lift
+            if far.evicted is not None:
+                window.put(weights, far.evicted[g, h] * lift[..., None])
+        numerator = scratch.take("numerator", *lanes, out.shape[2])
+        own = step.v[:, groups].swapaxes(0, 1)
+        window.sum_values(joined(weights), resident.ring_v[groups], own, joined(numerator), scratch)
+        if far is not None and far.numerator is not None:
+            numerator += far.numerator[g, h] * lift[..., None]
+        np.maximum(mass, np.float32(1e-30), out=mass)
+        first = self.heads.start + g.start * self.hpg + h.start
+        to = out[:, first : first + lanes[0] * lanes[1]].reshape(-1, *lanes[:2], out.shape[2])
+        np.divide(numerator, mass[..., None], out=to.transpose(1, 2, 0, 3))
+
+
+def _safe(logits: Float32, far_top: Float32 | None) -> bool:
+    """Whether all rows' maxima lie within `SAFE_LOGIT`. A row's own columns are to show that its maximum
+    is not below: with one maximum over all it is much faster than the maximum of each row."""
+    if logits.max() > SAFE_LOGIT or (far_top is not None and far_top.max() > SAFE_LOGIT):
+        return False
+    return bool(logits[..., -logits.shape[2] :].max(axis=3).min() >= -SAFE_LOGIT)
+
+
+def lanes_inside(scratch: Scratch, name: str, lanes: tuple[int, ...], width: int) -> Float32:
+    """`(g, h, rows, width)`, where there are many lanes with neighbouring ones next to each other in
+    memory: BLAS packs such queries, writes such logits and reads such weights faster."""
+    groups, heads, rows = lanes
+    if heads * rows <= VECTOR_ROWS:
+        return scratch.take(name, groups, heads, rows, width)
+    return scratch.take(name, groups, width, heads, rows).transpose(0, 2, 3, 1)
 
 
 def joined(array: Float32) -> Float32:
     """`(g, h, rows, width)` as a view `(g, h rows, width)`."""
-    return array.reshape(array.shape[0], -1, array.shape[3])
+    groups, heads, rows, width = array.shape
+    view = array.view()
+    view.shape = groups, heads * rows, width
+    return view
