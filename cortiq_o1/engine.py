@@ -26,9 +26,11 @@ class Engine(Protocol):
     right shape; a call that raises leaves the resident state as it was."""
 
     limits: Limits
+    path: str
+    """The planner's path, see `planning.plan`."""
 
     def upload(self, geometry: Geometry, planes: Planes) -> Any:
-        """Takes copies of the state planes (shapes of `kernels.PLANES`) and returns the resident."""
+        """Takes copies of the state planes (shapes of `planes.PLANES`) and returns the resident."""
 
     def attend(self, resident: Any, q: Float32, k: Float32, v: Float32, commit: bool) -> Float32:
         """Outputs `(rows, nh, dv)` of `q (rows, nh, d)`, `k (rows, G, d)`, `v (rows, G, dv)`.

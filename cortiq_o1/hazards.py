@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from .kernels import KERNELS
-from .planning import SHADOW, Barrier, Dispatch, Plan, base_plane
+from .plans import SHADOW, Barrier, Dispatch, Plan, base_plane
 
 Usage = Literal["read", "read_write"]
 
@@ -158,7 +158,7 @@ def _table_problems(plan: Plan) -> list[str]:
             if binding.access == "read_write":
                 if role == "state" and not shadow and not plan.commit:
                     problems.append(f"{label} writes {plane}, though the state must stay")
-            elif (role == "scratch" or shadow) and plane not in written:
+            elif (role in ("scratch", "own") or shadow) and plane not in written:
                 problems.append(f"{label} reads {plane}, which nothing has written")
         written.update(p for p, use in _access(dispatch).items() if use == "read_write")
     return problems

@@ -1,174 +1,22 @@
-"""The one table of planes, parameters and kernels.
+"""The one table of kernels: bindings, parameters, grids.
 
-The planner, both executors, the shader loader, the documentation and the tests read it: a plane's
-layout, a kernel's bindings and its grid are written here and nowhere else.
+The planner, both executors, the shader loader, the documentation and the tests read it: what a kernel
+binds and how it is launched is written here and nowhere else. `planes.py` has the planes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
 
 from .geometry import Geometry
+from .planes import FLUSH_ROWS, PANEL_ALIGN, PLANES, Element, Sizes
 
 Access = Literal["read", "read_write"]
-Element = Literal["f32", "u32", "vec4<f32>", "vec4<u32>"]
-# state: a layer's own; rows: a call's input and output; pending: rows of an uncommitted call;
-# scratch: shared by all layers of a geometry, dead after the call.
-Role = Literal["state", "rows", "pending", "scratch"]
-
-SUB_ROWS = 64
-"""Most rows of a sub-chunk: one lane of `o1c_far_e` each."""
-MAX_PIECES, PIECE_KEYS = 16, 128
-"""The value sum is cut into at most this many pieces, of at least so many keys."""
-MAX_LOOP_STEPS = 30_000
-"""Most loop steps of an invocation: Mesa's software drivers stop at 65,535 without a word."""
-LARGE = 1.7e38
-"""Stands for infinity: half of float32's range, so that differences of two stay finite."""
-FLUSH_ROWS = 4096
-"""Folded rows after which the far field's recent sums join its totals."""
-
-META_WORDS = 8
-"""Words of a group's row in `group_meta`."""
-META_LEN, META_HEAD, META_FAR_LEN, META_WINDOW, META_FAR_LIMIT, META_LANDMARKS = range(6)
-NO_FAR_LIMIT = 0xFFFFFFFF
-
-MZ_MAX, MZ_TOTAL, MZ_RECENT, MZ_SHIFT, MZ_SECTIONS = range(5)
-"""Sections of `far_mz`: the far maximum, the far mass in two levels, what is taken from every far logit."""
-T_TOTAL, T_RECENT, T_SECTIONS = range(3)
-"""Sections of `t_hat`: the far numerator in two levels."""
-S_LOGIT, S_MAX, S_RESCALE, S_MASS, S_WEIGHT, S_SECTIONS = range(6)
-"""Sections of `far_rows`, see its plane."""
-HD_MAX, HD_FAR, HD_HAVE, HD_INV, HD_WORDS = range(5)
-"""Words of a row in `row_head`."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What the symbols in plane shapes stand for: a geometry, a call's rows, a sub-chunk's rows."""
-
-    ng: int
-    nh: int
-    m: int
-    d: int
-    dv: int
-    w: int
-    near: int
-    rows: int
-    kcap: int
-    pieces: int
-
-    @classmethod
-    def of(cls, geometry: Geometry, rows: int = 1, kcap: int = 1) -> Sizes:
-        """The sizes of `rows` rows in sub-chunks of at most `kcap` rows."""
-        near = geometry.window + geometry.sinks
-        assert geometry.value_dim is not None
-        return cls(
-            ng=geometry.num_kv_heads,
-            nh=geometry.num_heads,
-            m=geometry.landmarks,
-            d=geometry.head_dim,
-            dv=geometry.value_dim,
-            w=geometry.window,
-            near=near,
-            rows=rows,
-            kcap=kcap,
-            pieces=max(1, min(MAX_PIECES, math.ceil(near / PIECE_KEYS))),
-        )
-
-
-@dataclass(frozen=True)
-class Plane:
-    """A buffer: its element type as WGSL binds it, and its shape in scalars, outermost first."""
-
-    name: str
-    element: Element
-    shape: tuple[str | int, ...]
-    role: Role
-    text: str
-
-    def dims(self, sizes: Sizes) -> tuple[int, ...]:
-        """The shape in scalars."""
-        return tuple(s if isinstance(s, int) else getattr(sizes, s) for s in self.shape)
-
-    def nbytes(self, sizes: Sizes) -> int:
-        """The size in bytes."""
-        return 4 * math.prod(self.dims(sizes))
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The scalar's NumPy type."""
-        return np.dtype(np.uint32 if "u32" in self.element else np.float32)
-
-
-def _plane(name: str, element: Element, shape: str, role: Role, text: str) -> Plane:
-    symbols = tuple(int(s) if s.isdigit() else s for s in shape.split())
-    return Plane(name, element, symbols, role, text)
-
-
-_V4: Element = "vec4<f32>"
-PLANES: MappingProxyType[str, Plane] = MappingProxyType(
-    {
-        p.name: p
-        for p in (
-            _plane(
-                "group_meta", "u32", f"ng {META_WORDS}", "state",
-                "Per group: rows in the ring, slot of the oldest, rows folded, the group's window, "
-                "folded rows at which the far field closes, landmarks in use, two spare words.",
-            ),
-            _plane("ring_k", _V4, "ng near d", "state", "Keys: the ring's `w` slots, then the sinks."),
-            _plane("ring_v", _V4, "ng near dv", "state", "Values, laid out as the keys."),
-            _plane("k_tilde", _V4, "ng m d", "state", "Key landmarks."),
-            _plane("q_tilde", _V4, "nh m d", "state", "Query landmarks."),
-            _plane("mix", "f32", "nh m m", "state", "The mixing matrix M times exp(c), `[a][b]`."),
-            _plane(
-                "far_mz", "f32", f"nh {MZ_SECTIONS} m", "state",
-                "Far maximum mu; far mass at scale exp(-mu), the total and what came since; the shift c "
-                "that is taken from a folded key's logit, hence from mu, the same for all landmarks.",
-            ),
-            _plane(
-                "t_hat", _V4, f"nh {T_SECTIONS} m dv", "state",
-                "Far numerator at scale exp(-mu), in the same two levels.",
-            ),
-            _plane("q", _V4, "rows nh d", "rows", "The call's queries."),
-            _plane("k_rows", _V4, "rows ng d", "rows", "The call's keys."),
-            _plane("v_rows", _V4, "rows ng dv", "rows", "The call's values."),
-            _plane("out", _V4, "rows nh dv", "rows", "The call's outputs."),
-            _plane("spec_k", _V4, "rows ng d", "pending", "Keys of a call that has yet to be committed."),
-            _plane("spec_v", _V4, "rows ng dv", "pending", "Values of such a call."),
-            _plane(
-                "far_rows", "f32", f"{S_SECTIONS} nh m kcap", "scratch",
-                "Per landmark and row of the sub-chunk: the evicted key's logit (-LARGE if none is "
-                "folded), the far maximum after the row, exp(maximum before - that), the far mass after "
-                "the row, the evicted key's weight at the scale after the sub-chunk.",
-            ),
-            _plane(
-                "scores", "f32", "kcap nh near", "scratch",
-                "Near logits, then weights: sinks, then window.",
-            ),
-            _plane("land_scores", "f32", "kcap nh m", "scratch", "Landmark logits p."),
-            _plane("near_max", "f32", "kcap nh", "scratch", "The largest near logit."),
-            _plane(
-                "row_head", "f32", f"kcap nh {HD_WORDS}", "scratch",
-                "The row's maximum C, its far mass, 1 where the far field counts, 1 / denominator.",
-            ),
-            _plane("gains", "f32", "kcap nh m", "scratch", "Weights of the numerator before the sub-chunk."),
-            _plane("evict_weights", "f32", "kcap nh kcap", "scratch", "Weights of the rows evicted so far."),
-            _plane(
-                "sum_pieces", _V4, "kcap nh pieces dv", "scratch",
-                "Near value sums, a piece of the keys each.",
-            ),
-        )
-    }
-)  # fmt: skip
-STATE_PLANES: tuple[str, ...] = tuple(p.name for p in PLANES.values() if p.role == "state")
-MOVING_PLANES: tuple[str, ...] = ("group_meta", "ring_k", "ring_v", "far_mz", "t_hat")
-"""The state planes that a committed row changes."""
 
 
 @dataclass(frozen=True)
@@ -195,8 +43,8 @@ STAGE_PARAMS: tuple[Field, ...] = (
     Field("pieces", "u32", "pieces of the value sum"),
     Field("rect", "u32", "0 aggregate, 1 fm"),
     Field("scale", "f32", "factor of every logit"),
-    Field("pad0", "u32", "unused"),
-    Field("pad1", "u32", "unused"),
+    Field("panel", "u32", "columns of a panel"),
+    Field("splits", "u32", "splits of the keys"),
 )
 COPY_PARAMS: tuple[Field, ...] = (
     Field("count", "u32", "vec4s to copy"),
@@ -239,6 +87,7 @@ class Kernel:
     shared_bytes: int
     grid: Callable[[Params], Grid]
     deviation: str
+    features: tuple[str, ...] = ()
 
     @property
     def params_dtype(self) -> np.dtype:
@@ -262,6 +111,27 @@ def _up(count: float, per: int) -> int:
 LANES = 64
 """Invocations of a workgroup: at least 64 wherever there is a barrier, at most 256."""
 MAX_GRID = 65_535
+TILE_M, TILE_N, TILE_K = 64, 64, 16
+"""A workgroup's tile of a matrix product: rows, columns, and the step along the sum."""
+TILE_QUADS = 16
+"""Vec4s across either operand's tile."""
+PRODUCT_LANES = 128
+NEAR_LANES, NEAR_HEADS, NEAR_KEYS, KEY_LANES = 128, 4, 32, 16
+"""A workgroup of `o1c_tok_near`: lanes, heads, keys of a tile, and the lanes that share a key."""
+NEAR_SCORES = NEAR_HEADS * NEAR_KEYS
+PART_STRIDE = NEAR_SCORES + 2
+NEAR_PARTS = KEY_LANES * PART_STRIDE
+FAR_LANES, DOT_LANES = 256, 8
+"""A workgroup of `o1c_tok_far`: lanes, and those that share a landmark."""
+DOT_STRIDE = LANES + 4
+DOT_PARTS = DOT_LANES * DOT_STRIDE
+MERGE_LANES, MERGE_COLUMNS = 256, 8
+"""A workgroup of `o1c_tok_merge`: lanes, and vec4s of the value."""
+MERGE_STRIPES = MERGE_LANES // MERGE_COLUMNS
+SUM_STRIDE = MERGE_LANES + 8
+MERGE_SUMS = 4 * SUM_STRIDE
+COMMIT_LANES, COMMIT_COLUMNS = 256, 2
+"""A workgroup of `o1c_tok_commit`: lanes, and vec4s of the width."""
 
 _SINKS = "Sinks lie behind the ring in one plane, which frees two bindings. "
 _META = "`meta` is a reserved word of WGSL: `group_meta`, eight words a group instead of four. "
@@ -275,6 +145,7 @@ def _stage(
     text: str,
     thread: str,
     deviation: str,
+    lanes: int = LANES,
 ) -> Kernel:
     return Kernel(
         name,
@@ -282,17 +153,36 @@ def _stage(
         thread,
         _bind(spec),
         STAGE_PARAMS,
-        (LANES, 1, 1),
+        (lanes, 1, 1),
         4 * shared_words,
         grid,
         deviation.strip(),
     )
 
 
-def _copy_grid(p: Params) -> Grid:
-    groups = _up(p["count"], LANES)
+def _products(
+    name: str, spec: str, grid: Callable[[Params], Grid], text: str, deviation: str
+) -> tuple[Kernel, Kernel]:
+    """A tiled matrix product in float32, and with its operands rounded to float16."""
+    exact = Kernel(
+        name, text, f"One workgroup a tile of {TILE_M} x {TILE_N}.", _bind(spec), STAGE_PARAMS,
+        (PRODUCT_LANES, 1, 1), 4 * TILE_K * (TILE_M + TILE_N), grid, deviation,
+    )  # fmt: skip
+    fast = replace(
+        exact,
+        name=name + "_f16",
+        text=text + " Operands are rounded to float16, sums are float32.",
+        shared_bytes=exact.shared_bytes // 2,
+        features=("shader-f16",),
+    )
+    return exact, fast
+
+
+def _folded(lanes: float) -> tuple[int, int]:
+    """Workgroups for so many lanes, in two dimensions, since one holds no more than `MAX_GRID`."""
+    groups = _up(lanes, LANES)
     x = min(groups, MAX_GRID)
-    return (x, _up(groups, x), 1)
+    return x, _up(groups, x)
 
 
 KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
@@ -383,6 +273,102 @@ KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
                 "One lane a group.",
                 _META + "The far count stops at the far limit.",
             ),
+            _stage(
+                "o1c_gather", "group_meta ring_k ring_v k_rows v_rows panel_k! panel_v!",
+                lambda p: (*_folded(int(p["panel"]) * (max(p["d"], p["dv"]) // 4)), int(p["ng"])), 0,
+                "The window's keys and values as one panel for each group: sinks, ring from its oldest row, "
+                "the sub-chunk's rows, zeros.",
+                "One lane a vec4 of a column's key and value.",
+                _SINKS + "Keys and values of different width. Columns are padded to a multiple of "
+                f"{PANEL_ALIGN}. The grid is folded in two dimensions.",
+            ),
+            _stage(
+                "o1c_pack", "q panel_q!",
+                lambda p: (_up(int(p["k"]) * (p["d"] // 4), LANES), int(p["nh"]), 1), 0,
+                "The sub-chunk's queries, a head's rows together.",
+                "One lane a vec4 of a query, for each head.",
+                "The engine's `packh`. A head's rows lie `kcap` apart from the next head's.",
+            ),
+            *_products(
+                "o1c_qk", "panel_q panel_k panel_scores!",
+                lambda p: (_up(p["panel"], TILE_N), _up(int(p["hpg"]) * int(p["k"]), TILE_M), int(p["ng"])),
+                "Near logits of all rows over all columns: scale times queries times keys transposed.",
+                "The engine's matrix product with the scale folded in, over all groups in one dispatch.",
+            ),
+            _stage(
+                "o1c_gmax", "group_meta panel_scores near_max!",
+                lambda p: (int(p["nh"]), int(p["k"]), 1), LANES,
+                "The largest near logit of a row, over the columns it sees.",
+                "One workgroup a (query head, row).",
+                "A tree in shared memory instead of a subgroup's maximum. Columns are read by fours.",
+            ),
+            _stage(
+                "o1c_gsoft", "group_meta panel_scores! row_head!",
+                lambda p: (int(p["nh"]), int(p["k"]), 1), LANES,
+                "Near weights in place of the logits, zero in columns that the row does not see, and one "
+                "over the denominator.",
+                "One workgroup a (query head, row).",
+                "One over the denominator goes to a word of `row_head`.",
+            ),
+            *_products(
+                "o1c_pv", "panel_scores panel_v near_parts!",
+                lambda p: (
+                    _up(p["dv"], TILE_N),
+                    _up(int(p["hpg"]) * int(p["k"]), TILE_M),
+                    int(p["ng"]) * int(p["splits"]),
+                ),
+                "Near value sums of all rows: weights times values, a part of the columns each.",
+                "The engine's matrix product, over all groups and splits of the columns in one dispatch: "
+                "there are too few tiles otherwise.",
+            ),
+            _stage(
+                "o1c_gadd", "group_meta near_parts row_head gains t_hat evict_weights ring_v out!",
+                lambda p: (_up(_up(p["k"], 4) * (p["dv"] // 4), LANES), int(p["nh"]), 1), 0,
+                "The output, as `o1c_add` has it, with the near sum from the product.",
+                "One lane a vec4 of the value in four rows, for each query head.",
+                _SINKS + "Adds the splits of the near sum. Four rows a lane share the reads of the far "
+                "numerator.",
+            ),
+            _stage(
+                "o1c_tok_near", "group_meta q ring_k k_rows ring_v v_rows tok_part!",
+                lambda p: (int(p["splits"]), int(p["ng"]), _up(p["hpg"], NEAR_HEADS)),
+                NEAR_PARTS + 2 * NEAR_SCORES + NEAR_HEADS,
+                "Near part of a row over a split of the keys: largest logit, mass, value sum.",
+                f"One workgroup a (split, group, {NEAR_HEADS} of its heads).",
+                _SINKS + "Any number of heads a group, any width; a tree in shared memory instead of "
+                "subgroups. The number of splits follows the window and the device.",
+                NEAR_LANES,
+            ),
+            _stage(
+                "o1c_tok_far", "group_meta q k_tilde ring_k q_tilde far_mz mix tok_record!",
+                lambda p: (int(p["nh"]), 1, 1), 2 * DOT_PARTS + 4 * LANES + FAR_LANES,
+                "Far part of a row for a head, and what the commit needs: the eviction, gains at the scale "
+                "of their own maximum, the far mass.",
+                "One workgroup a query head.",
+                "Shares no plane that it writes with `o1c_tok_near`, so that wgpu lets both run at once. "
+                "Up to 64 landmarks, both rectifiers, the far limit.",
+                FAR_LANES,
+            ),
+            _stage(
+                "o1c_tok_merge", "group_meta tok_part tok_record t_hat ring_v out!",
+                lambda p: (_up(p["dv"] // 4, MERGE_COLUMNS), int(p["nh"]), 1), 3 * MERGE_STRIPES + MERGE_SUMS,
+                "The output: the splits, the far numerator and the evicted row at one scale, over the "
+                "denominator.",
+                f"One workgroup a ({MERGE_COLUMNS} vec4s of the value, query head), its lanes in stripes of "
+                "the splits and landmarks.",
+                "The far field joins here instead of in a partial of its own.",
+                MERGE_LANES,
+            ),
+            _stage(
+                "o1c_tok_commit", "tok_record k_rows v_rows group_meta! ring_k! ring_v! far_mz! t_hat!",
+                lambda p: (_up(max(p["d"], p["dv"]) // 4, COMMIT_COLUMNS), int(p["ng"]), 1), 0,
+                "The state after the row: far field, ring, position.",
+                f"One workgroup a ({COMMIT_COLUMNS} vec4s of the width, group): it reads the evicted row's "
+                "part before it overwrites it.",
+                "Position and flags come from `tok_record`: only the lane that moves `group_meta` reads it. "
+                "Spread over the width instead of one workgroup a group. Mass and numerator in two levels.",
+                COMMIT_LANES,
+            ),
             Kernel(
                 "o1c_copy",
                 "A range of one plane into another.",
@@ -391,7 +377,7 @@ KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
                 COPY_PARAMS,
                 (LANES, 1, 1),
                 0,
-                _copy_grid,
+                lambda p: (*_folded(p["count"]), 1),
                 "Copies bits, not floats: a driver may flush a small integer that it takes for a float. "
                 "The grid is folded in two dimensions.",
             ),
@@ -400,8 +386,8 @@ KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
 )  # fmt: skip
 
 
-def stage_params(geometry: Geometry, sizes: Sizes, k: int, r0: int) -> Params:
-    """The parameters of a stage over rows `r0 .. r0 + k` of a call."""
+def stage_params(geometry: Geometry, sizes: Sizes, k: int, r0: int, splits: int = 1) -> Params:
+    """The parameters of a stage over rows `r0 .. r0 + k` of a call, its keys in `splits` parts."""
     return {
         "hpg": geometry.heads_per_group,
         "m": sizes.m,
@@ -417,6 +403,6 @@ def stage_params(geometry: Geometry, sizes: Sizes, k: int, r0: int) -> Params:
         "pieces": sizes.pieces,
         "rect": 1 if geometry.rect == "fm" else 0,
         "scale": float(geometry.scale32),
-        "pad0": 0,
-        "pad1": 0,
+        "panel": sizes.panel,
+        "splits": splits,
     }

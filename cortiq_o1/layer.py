@@ -11,7 +11,7 @@ from .arrays import Float32, as_index
 from .engine import Engine
 from .errors import ArgumentError, ArgumentTypeError, DeviceError, StateError
 from .geometry import Geometry
-from .kernels import META_FAR_LIMIT, META_LEN
+from .planes import META_FAR_LIMIT, META_LEN
 from .sealing import check_rows, empty_planes, sealed_state
 from .state import LayerState, SealOptions
 
@@ -241,7 +241,8 @@ class Layer:
         The buffers are float32 storage buffers of the layer's device, laid out as the arrays of
         `attend`; the outputs are there once the caller's submission is done. The caller submits, and
         before any other call on a layer of this device: calls share scratch and run in the order in
-        which they are submitted.
+        which they are submitted. `rows` counts what was recorded; should a recorded pass never be
+        submitted, load the layer anew from its last saved state.
 
         Raises:
             StateError: the layer has yet to seal itself.

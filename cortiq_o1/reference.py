@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .geometry import MIN_LANDMARKS, Geometry
-from .kernels import (
+from .planes import (
     META_FAR_LEN,
     META_FAR_LIMIT,
     META_HEAD,
@@ -205,7 +205,7 @@ class ReferenceLayer:
 
     @classmethod
     def from_planes(cls, geometry: Geometry, planes: Mapping[str, npt.NDArray[Any]]) -> ReferenceLayer:
-        """The layer that a state's planes hold, see `kernels.PLANES`."""
+        """The layer that a state's planes hold, see `planes.PLANES`."""
         groups = []
         heads = geometry.heads_per_group
         for g, meta in enumerate(planes["group_meta"].astype(int)):

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from .arrays import Float32, as_float32
 from .errors import ArgumentTypeError
 from .geometry import MIN_LANDMARKS, Geometry
-from .kernels import (
+from .planes import (
     LARGE,
     META_FAR_LEN,
     META_FAR_LIMIT,

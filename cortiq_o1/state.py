@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from .arrays import Float32, as_index, as_number
 from .errors import ArgumentError, CortiqError, StateFileError
 from .geometry import MIN_LANDMARKS, Geometry
-from .kernels import (
+from .planes import (
     LARGE,
     META_FAR_LEN,
     META_HEAD,
@@ -73,7 +74,7 @@ class LayerState:
         geometry: the layer's sizes.
         options: how it was sealed, or will be.
         rows: rows of the stream so far.
-        planes: the state planes by name, shapes and dtypes as in `kernels.PLANES`; empty if not sealed.
+        planes: the state planes by name, shapes and dtypes as in `planes.PLANES`; empty if not sealed.
         history: `q (T, nh, d)`, `k (T, G, d)`, `v (T, G, dv)` of a layer that is not sealed, else None.
     """
 
@@ -132,6 +133,8 @@ class LayerState:
         content = io.BytesIO()
         np.savez(content, header=text, **self._arrays())  # type: ignore[arg-type]
         target = Path(path).resolve()  # through a link, to the file that it names
+        if not target.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target.parent))
         handle, scratch = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
         try:
             with os.fdopen(handle, "wb") as file:
@@ -186,7 +189,7 @@ def _unsealed(path: str | os.PathLike[str], raw: bytes) -> bytes:
     end = len(raw) - hashlib.sha256().digest_size - len(_TRAILER)
     content, trailer, digest = raw[: max(end, 0)], raw[max(end, 0) :][: len(_TRAILER)], raw[-32:]
     if trailer != _TRAILER:
-        what = "truncated or altered" if raw[:2] == b"PK" else "not a state file"
+        what = "foreign, truncated or altered" if raw[:2] == b"PK" else "not a state file"
         raise StateFileError(f"{path}: {what}: it does not end as a state file does")
     if hashlib.sha256(content).digest() != digest:
         raise StateFileError(f"{path}: altered: its content does not match its checksum")

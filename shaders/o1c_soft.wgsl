@@ -16,9 +16,6 @@
 @group(0) @binding(2) var<storage, read_write> scores: array<f32>;
 @group(0) @binding(3) var<storage, read_write> row_head: array<f32>;
 
-// No smaller: WGSL promises divisions only by divisors from 2^-126 on.
-const MIN_DENOMINATOR: f32 = 1.0e-30;
-
 @compute @workgroup_size(LANES)
 fn main(@builtin(workgroup_id) wid: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
     let gh = wid.x;

@@ -12,19 +12,10 @@ from support import geometries
 from cortiq_o1 import hazards
 from cortiq_o1.errors import ArgumentError, GeometryError
 from cortiq_o1.geometry import Geometry
-from cortiq_o1.kernels import PLANES, SUB_ROWS, Sizes
-from cortiq_o1.planning import (
-    Barrier,
-    Dispatch,
-    Limits,
-    Plan,
-    block_rows,
-    chunk_rows,
-    commit_plan,
-    plan,
-    plane_bytes,
-    sub_chunks,
-)
+from cortiq_o1.paths import PATHS
+from cortiq_o1.planes import PLANES, SUB_ROWS, Sizes
+from cortiq_o1.planning import Limits, block_rows, chunk_rows, commit_plan, plan, sub_chunks
+from cortiq_o1.plans import Barrier, Dispatch, Plan, plane_bytes
 
 SMALL = Geometry(4, 2, 8, window=16, sinks=2, landmarks=4)
 GEOMETRIES = {
@@ -36,24 +27,33 @@ GEOMETRIES = {
 }
 
 
-def all_plans(geometry: Geometry, rows: int) -> list[Plan]:
-    return [plan(geometry, rows, True), plan(geometry, rows, False), commit_plan(geometry, rows)]
+def all_plans(geometry: Geometry, rows: int, path: str = "auto") -> list[Plan]:
+    return [
+        plan(geometry, rows, True, path),
+        plan(geometry, rows, False, path),
+        commit_plan(geometry, rows, path),
+    ]
 
 
+LONGEST = {"auto": 144, "stages": 130, "gemm": 130, "token": 9}
+"""Rows of the longest picked plan: pairs of dispatches are looked at one by one."""
+# Of auto's, 65 rows end in a sub-chunk of one row, 71 in one of seven, 144 in one of sixteen.
 PICKED = [
-    pytest.param(p, id=f"{name}-{rows}-{kind}")
+    pytest.param(p, id=f"{name}-{path}-{rows}-{kind}")
     for name, geometry in GEOMETRIES.items()
-    for rows in (1, 2, 9, 65, 130)
-    if rows <= 5 * geometry.min_window
-    for p, kind in zip(all_plans(geometry, rows), ("commit", "verify", "accept"), strict=True)
+    for path in PATHS
+    for rows in (1, 2, 9, 65, 71, 130, 144)
+    if rows <= min(5 * geometry.min_window, LONGEST[path])
+    for p, kind in zip(all_plans(geometry, rows, path), ("commit", "verify", "accept"), strict=True)
 ]
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     geometry = draw(geometries(80))
-    rows = draw(st.integers(1, 4 * min(SUB_ROWS, geometry.min_window)))
-    return draw(st.sampled_from(all_plans(geometry, rows)))
+    path = draw(st.sampled_from(PATHS))
+    rows = draw(st.integers(1, 4 * min(SUB_ROWS, geometry.min_window) if path != "token" else 12))
+    return draw(st.sampled_from(all_plans(geometry, rows, path)))
 
 
 def assert_sound(p: Plan) -> None:
@@ -90,7 +90,7 @@ def test_any_plan(p: Plan) -> None:
 
 def test_conflicts_of_one_row() -> None:
     """Counted by hand for the stages that share scores and row_head."""
-    p = plan(SMALL, 1)
+    p = plan(SMALL, 1, path="stages")
     names = [d.kernel for d in p.dispatches]
     shared = [
         (names[c.first], names[c.second]) for c in hazards.conflicts(p) if c.plane in ("scores", "row_head")
@@ -111,7 +111,7 @@ def test_conflicts_of_one_row() -> None:
 
 def test_implied_of_one_row() -> None:
     """What wgpu waits for, dispatch by dispatch, as its tracker goes through the bindings."""
-    p = plan(SMALL, 1)
+    p = plan(SMALL, 1, path="stages")
     waits = dict(zip((d.kernel for d in p.dispatches), map(set, hazards.implied(p)), strict=True))
     assert waits == {
         "o1c_far_e": set(),
@@ -128,9 +128,37 @@ def test_implied_of_one_row() -> None:
     }
 
 
+@pytest.mark.parametrize("commit", [True, False])
+def test_near_and_far_of_one_row_do_not_wait_for_each_other(commit: bool) -> None:
+    p = plan(SMALL, 1, commit, path="token")
+    (stage,) = (s for s in p.stages() if any(d.kernel == "o1c_tok_near" for d in s))
+    assert "o1c_tok_far" in {d.kernel for d in stage}
+    waits = dict(zip((d.kernel for d in p.dispatches), hazards.implied(p), strict=True))
+    assert not waits["o1c_tok_near"]
+    assert not waits["o1c_tok_far"]
+    merge = {"tok_part", "tok_record"}
+    assert set(waits["o1c_tok_merge"]) == merge
+    # group_meta, ring and far field turn from read to written; tok_record stays read.
+    if commit:
+        assert set(waits["o1c_tok_commit"]) == {"group_meta", "ring_k", "ring_v", "far_mz", "t_hat"}
+
+
+def test_auto_takes_each_sub_chunk_on_the_path_of_its_rows() -> None:
+    geometry = GEOMETRIES["llama"]
+    for rows, expected in ((64 + 1, ["gemm", "token"]), (64 + 7, ["gemm", "stages"])):
+        marks = {"o1c_qk": "gemm", "o1c_score": "stages", "o1c_tok_near": "token"}
+        for commit in (True, False):
+            found = [marks[d.kernel] for d in plan(geometry, rows, commit).dispatches if d.kernel in marks]
+            assert found == expected
+        accept = {d.kernel for d in commit_plan(geometry, rows).dispatches}
+        assert accept & {"o1c_far_commit", "o1c_tok_commit"} == (
+            {"o1c_far_commit", "o1c_tok_commit"} if "token" in expected else {"o1c_far_commit"}
+        )
+
+
 def test_redundant_waits_are_the_reused_planes() -> None:
     """One sub-chunk has few; the next one overwrites scratch that earlier barriers have ordered."""
-    one, two = plan(SMALL, 16), plan(SMALL, 32)
+    one, two = plan(SMALL, 16, path="stages"), plan(SMALL, 32, path="stages")
     per_chunk = len(one.dispatches)
     for p in (one, two):
         waits = hazards.redundant_waits(p)
@@ -147,7 +175,7 @@ def _same_stage(p: Plan, a: int, b: int) -> bool:
 
 
 def test_needless_barrier_is_found() -> None:
-    p = plan(SMALL, 3)
+    p = plan(SMALL, 3, path="stages")
     extra = replace(p, steps=(p.steps[0], Barrier(("scores",)), *p.steps[1:]))
     assert hazards.missing(extra) == []
     assert hazards.needless(extra) == [0]
@@ -157,7 +185,7 @@ def test_needless_barrier_is_found() -> None:
 
 
 def test_barrier_with_the_wrong_reason_is_found() -> None:
-    p = plan(SMALL, 3)
+    p = plan(SMALL, 3, path="stages")
     at = next(n for n, step in enumerate(p.steps) if isinstance(step, Barrier))
     wrong = replace(p, steps=(*p.steps[:at], Barrier(("out",)), *p.steps[at + 1 :]))
     assert hazards.missing(wrong) == []
@@ -165,7 +193,7 @@ def test_barrier_with_the_wrong_reason_is_found() -> None:
 
 
 def test_plan_that_does_not_fit_the_table_is_found() -> None:
-    p = plan(SMALL, 3)
+    p = plan(SMALL, 3, path="stages")
     at, first = next((n, s) for n, s in enumerate(p.steps) if isinstance(s, Dispatch))
     grid = replace(p, steps=(*p.steps[:at], replace(first, grid=(1, 1, 1)), *p.steps[at + 1 :]))
     assert any("has grid (1, 1, 1)" in problem for problem in hazards.check(grid))
@@ -183,27 +211,30 @@ def test_sub_chunks(geometry: Geometry, rows: int) -> None:
     assert 1 <= p.chunk <= min(SUB_ROWS, geometry.min_window, rows)
     seen = [r for r0, k in sub_chunks(rows, p.chunk) for r in range(r0, r0 + k)]
     assert seen == list(range(rows))
-    assert [
-        (d["r0"], d["k"]) for d in (dict(s.params) for s in p.dispatches if s.kernel == "o1c_add")
-    ] == list(sub_chunks(rows, p.chunk))
+    last = ("o1c_add", "o1c_gadd", "o1c_tok_merge")
+    assert [(d["r0"], d["k"]) for d in (dict(s.params) for s in p.dispatches if s.kernel in last)] == list(
+        sub_chunks(rows, p.chunk)
+    )
 
 
 def test_scratch_that_does_not_fit_shortens_the_sub_chunk() -> None:
     geometry = Geometry(64, 4, 64, window=16384, sinks=4)
     limits = Limits()
-    chunk = chunk_rows(geometry, 64, limits)
+    chunk = chunk_rows(geometry, 64, "auto", limits)
     assert 1 < chunk < SUB_ROWS
 
     def fits(kcap: int) -> bool:
         sizes = Sizes.of(geometry, 64, kcap)
-        scratch = (p.name for p in PLANES.values() if p.role == "scratch")
+        scratch = (p.name for p in PLANES.values() if p.role in ("scratch", "own"))
         return all(plane_bytes(name, sizes) <= limits.binding_bytes for name in scratch)
 
     assert fits(chunk)
     assert not fits(chunk + 1)
     p = plan(geometry, 64)
     assert all(size <= limits.binding_bytes for size in p.planes.values())
-    assert block_rows(geometry, limits) % chunk_rows(geometry, block_rows(geometry, limits), limits) == 0
+    assert (
+        block_rows(geometry, limits) % chunk_rows(geometry, block_rows(geometry, limits), "auto", limits) == 0
+    )
 
 
 @pytest.mark.parametrize(

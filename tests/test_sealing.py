@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support import geometries, random_rows
 
 import cortiq_o1 as o1
-from cortiq_o1.kernels import META_FAR_LEN, META_FAR_LIMIT, META_HEAD, META_LANDMARKS, META_LEN, NO_FAR_LIMIT
+from cortiq_o1.planes import META_FAR_LEN, META_FAR_LIMIT, META_HEAD, META_LANDMARKS, META_LEN, NO_FAR_LIMIT
 from cortiq_o1.reference import ReferenceLayer
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "nystrom_golden.json").read_text())

@@ -15,9 +15,10 @@ from support import Rows, geometries
 from cortiq_o1.cpu.executor import POISON
 from cortiq_o1.cpu.twins import TWINS
 from cortiq_o1.geometry import Geometry
-from cortiq_o1.kernels import (
+from cortiq_o1.kernels import KERNELS
+from cortiq_o1.paths import ATTEND, COMMIT, PATHS
+from cortiq_o1.planes import (
     FLUSH_ROWS,
-    KERNELS,
     META_FAR_LEN,
     META_FAR_LIMIT,
     META_HEAD,
@@ -28,25 +29,31 @@ from cortiq_o1.kernels import (
     MZ_TOTAL,
     T_RECENT,
     T_TOTAL,
+    TR_WORDS,
+    TS_SECTIONS,
 )
-from cortiq_o1.planning import Dispatch
+from cortiq_o1.plans import Dispatch
 from cortiq_o1.reference import ReferenceLayer, worst_error
 from cortiq_o1.sealing import seal
 
 
 def test_every_kernel_has_a_twin_of_its_name_and_bindings() -> None:
-    assert list(TWINS) == list(KERNELS)
+    assert set(TWINS) == set(KERNELS)
     for name, kernel in KERNELS.items():
         parameters = list(inspect.signature(TWINS[name]).parameters)
         assert parameters == ["p", "grid", *(b.name for b in kernel.bindings)]
 
 
+each_path = pytest.mark.parametrize("path", PATHS)
+
+
+@each_path
 @pytest.mark.parametrize("case", CASES)
-def test_plan_against_the_reference(case: str) -> None:
+def test_plan_against_the_reference(case: str, path: str) -> None:
     geometry, prompt, fold, calls = CASES[case]
     planes = sealed(geometry, prompt, fold)
     rows = stream(geometry, sum(calls), seed=2)
-    got, _ = run(planes, geometry, rows, calls)
+    got, _ = run(planes, geometry, rows, calls, path=path)
     assert_close(planes, geometry, rows, got)
 
 
@@ -92,13 +99,14 @@ def test_geometries_of_the_metal_kernels(
 
 
 @pytest.mark.parametrize("case", ["plain", "fm", "windows-differ", "ring-fills", "widths-differ"])
-def test_any_cut_into_calls_gives_the_same(case: str) -> None:
+@each_path
+def test_any_cut_into_calls_gives_the_same(case: str, path: str) -> None:
     geometry, prompt, fold, _ = CASES[case]
     planes = sealed(geometry, prompt, fold)
     rows = stream(geometry, 45, seed=3)
     ends = []
     for calls in ([45], [1] * 45, [7, 38], [38, 7], [16, 1, 28]):
-        got, end = run(planes, geometry, rows, calls)
+        got, end = run(planes, geometry, rows, calls, path=path)
         assert_close(planes, geometry, rows, got)
         ends.append(end)
     for end in ends[1:]:
@@ -108,11 +116,12 @@ def test_any_cut_into_calls_gives_the_same(case: str) -> None:
         np.testing.assert_allclose(end["t_hat"], ends[0]["t_hat"], rtol=2e-5, atol=1e-4)
 
 
-def test_landmarks_and_slots_out_of_use_are_never_read() -> None:
+@each_path
+def test_landmarks_and_slots_out_of_use_are_never_read(path: str) -> None:
     geometry = Geometry(4, 2, 8, window=40, sinks=2, landmarks=32, windows=(16, 40))
     planes = sealed(geometry, 34)
     rows = stream(geometry, 30, seed=8)
-    want, _ = run(planes, geometry, rows, [30])
+    want, _ = run(planes, geometry, rows, [30], path=path)
     assert_close(planes, geometry, rows, want)
     spoilt = {name: array.copy() for name, array in planes.items()}
     for g in range(2):
@@ -130,19 +139,20 @@ def test_landmarks_and_slots_out_of_use_are_never_read() -> None:
         assert len(idle)
         spoilt["ring_k"][g, idle] = POISON
         spoilt["ring_v"][g, idle] = POISON
-    got, end = run(spoilt, geometry, rows, [30])
+    got, end = run(spoilt, geometry, rows, [30], path=path)
     assert got.tobytes() == want.tobytes()
     for name in ("far_mz", "t_hat"):  # what is out of use also stays as it was
         m = int(spoilt["group_meta"][0, META_LANDMARKS])
         assert (end[name][:, :, m:] == POISON).all()
 
 
-def test_the_far_limit_closes_within_a_sub_chunk() -> None:
+@each_path
+def test_the_far_limit_closes_within_a_sub_chunk(path: str) -> None:
     planes = sealed(PLAIN, 60)
     far_len = planes["group_meta"][:, META_FAR_LEN].copy()
     planes["group_meta"][:, META_FAR_LIMIT] = far_len + np.array([5, 0])
     rows = stream(PLAIN, 40, seed=9)
-    got, end = run(planes, PLAIN, rows, [3, 16, 21])
+    got, end = run(planes, PLAIN, rows, [3, 16, 21], path=path)
     assert_close(planes, PLAIN, rows, got)
     np.testing.assert_array_equal(end["group_meta"][:, META_FAR_LEN], far_len + np.array([5, 0]))
     # The second group folded nothing, so its far field has not moved by a bit.
@@ -151,14 +161,15 @@ def test_the_far_limit_closes_within_a_sub_chunk() -> None:
     assert end["t_hat"][:2].tobytes() != planes["t_hat"][:2].tobytes()
 
 
-def test_a_late_large_key_leaves_earlier_rows_their_far_field() -> None:
+@each_path
+def test_a_late_large_key_leaves_earlier_rows_their_far_field(path: str) -> None:
     planes = sealed(PLAIN, 60)
     rows = stream(PLAIN, 40, seed=10)
     # It leaves the window 16 rows later, in the middle of a sub-chunk, far above the rest.
     rows[1][6] = (
         60.0 * planes["q_tilde"][::2, 0] / np.linalg.norm(planes["q_tilde"][::2, 0], axis=-1)[:, None]
     )
-    got, end = run(planes, PLAIN, rows, [40])
+    got, end = run(planes, PLAIN, rows, [40], path=path)
     assert end["far_mz"][:, MZ_MAX].max() > planes["far_mz"][:, MZ_MAX].max() + 30
     assert_close(planes, PLAIN, rows, got)
 
@@ -182,10 +193,11 @@ def ones(geometry: Geometry, rows: int) -> Rows:
     return q, k, np.ones_like(v)
 
 
-def test_small_rows_count_beside_a_large_total() -> None:
+@each_path
+def test_small_rows_count_beside_a_large_total(path: str) -> None:
     """Each row is 2^-26 of the total, far below half a unit in its last place."""
     geometry, planes = unit_masses(far_len=FLUSH_ROWS, total=2.0**26)
-    got, end = run(planes, geometry, ones(geometry, 300), [1, 2, 297])
+    got, end = run(planes, geometry, ones(geometry, 300), [1, 2, 297], path=path)
     assert (end["far_mz"][:, MZ_TOTAL] == 2.0**26).all()
     assert (end["far_mz"][:, MZ_RECENT] == 300).all()
     assert (end["t_hat"][:, T_RECENT] == 300).all()
@@ -194,37 +206,42 @@ def test_small_rows_count_beside_a_large_total() -> None:
     assert_close(planes, geometry, ones(geometry, 300), got)
 
 
-def test_recent_sums_join_the_totals_each_4096_rows() -> None:
+@each_path
+def test_recent_sums_join_the_totals_each_4096_rows(path: str) -> None:
     geometry, planes = unit_masses(far_len=2 * FLUSH_ROWS - 10, total=2.0**26)
     planes["far_mz"][:, MZ_RECENT] = FLUSH_ROWS - 10
     planes["t_hat"][:, T_RECENT] = FLUSH_ROWS - 10
     rows = ones(geometry, 20)
-    before = run(planes, geometry, cut(rows, 0, 9), [9])[1]
+    before = run(planes, geometry, cut(rows, 0, 9), [9], path=path)[1]
     assert (before["far_mz"][:, MZ_RECENT] == FLUSH_ROWS - 1).all()
     assert (before["far_mz"][:, MZ_TOTAL] == 2.0**26).all()
     for calls in ([10], [9, 1], [16]):  # at the very row, and within a sub-chunk
         n = sum(calls)
-        got, end = run(planes, geometry, cut(rows, 0, n), calls)
-        sums = np.float32(2.0**26) + np.float32(FLUSH_ROWS + n - 10)
+        got, end = run(planes, geometry, cut(rows, 0, n), calls, path=path)
+        # A row that is a sub-chunk of its own joins alone; those after it are recent again.
+        later = n - 10 if path == "token" else 0
+        sums = np.float32(2.0**26) + np.float32(FLUSH_ROWS + n - 10 - later)
         for name, total, recent in (("far_mz", MZ_TOTAL, MZ_RECENT), ("t_hat", T_TOTAL, T_RECENT)):
             assert (end[name][:, total] == sums).all()
-            assert (end[name][:, recent] == 0).all()
+            assert (end[name][:, recent] == later).all()
         assert_close(planes, geometry, cut(rows, 0, n), got)
 
 
 @pytest.mark.parametrize("rows", [1, 20])
-def test_a_dropped_far_field_takes_no_part_in_the_maximum(rows: int) -> None:
+@each_path
+def test_a_dropped_far_field_takes_no_part_in_the_maximum(rows: int, path: str) -> None:
     """Its maximum is so far above the near logits that their weights would all be zero beside it."""
     planes = sealed(PLAIN, 60)
     planes["mix"] = -np.abs(planes["mix"])
     planes["far_mz"][:, MZ_MAX] += 150
     new = stream(PLAIN, rows, seed=15)
-    got, _ = run(planes, PLAIN, new, [rows])
+    got, _ = run(planes, PLAIN, new, [rows], path=path)
     assert np.abs(got).max(axis=-1).min() > 0.01
     assert_close(planes, PLAIN, new, got)
 
 
-def test_the_first_fold_meets_an_empty_far_field() -> None:
+@each_path
+def test_the_first_fold_meets_an_empty_far_field(path: str) -> None:
     """Its maximum, -LARGE, goes to the first logit without an overflow, and its zero mass stays zero."""
     geometry = Geometry(2, 1, 8, window=40, sinks=0, landmarks=4, windows=None)
     planes = sealed(geometry, 60)
@@ -233,12 +250,13 @@ def test_the_first_fold_meets_an_empty_far_field() -> None:
     planes["far_mz"][:, MZ_MAX] = np.float32(-1.7e38)
     planes["t_hat"][:] = 0
     rows = stream(geometry, 41, seed=12)
-    got, end = run(planes, geometry, rows, [1, 40])
+    got, end = run(planes, geometry, rows, [1, 40], path=path)
     assert_close(planes, geometry, rows, got)
     assert (end["group_meta"][:, META_FAR_LEN] == 41).all()
 
 
-def test_twins_write_only_what_is_theirs() -> None:
+@each_path
+def test_twins_write_only_what_is_theirs(path: str) -> None:
     """On planes with room to spare: what lies past the sub-chunk or the window keeps its bits."""
     geometry, prompt, fold, _ = CASES["ring-fills"]
     planes = sealed(geometry, prompt, fold)
@@ -274,6 +292,17 @@ def test_twins_write_only_what_is_theirs() -> None:
                 mask[:k, own, :m] = True
             elif name in ("near_max", "row_head", "sum_pieces"):
                 mask[:k, own] = True
+            elif name in ("panel_k", "panel_v"):
+                mask[g] = True  # zeros past the sub-chunk's rows
+            elif name in ("panel_q", "panel_scores"):
+                mask[own, :k] = True
+            elif name == "near_parts":
+                mask[:, own, :k] = True
+            elif name == "tok_part":
+                mask[own] = True
+            elif name == "tok_record":
+                mask[own, :TR_WORDS] = True
+                mask[own, TR_WORDS:].reshape(p["hpg"], TS_SECTIONS, p["m"])[:, :, :m] = True
             elif name in ("scores", "evict_weights"):
                 for i in range(k):
                     if name == "scores":
@@ -290,8 +319,10 @@ def test_twins_write_only_what_is_theirs() -> None:
         return mask
 
     meta = planes["group_meta"].copy()
-    run(planes, geometry, stream(geometry, 40, seed=13), [30, 10], on_dispatch=hook)
-    assert set(seen) == set(KERNELS) - {"o1c_copy"}
+    run(planes, geometry, stream(geometry, 40, seed=13), [30, 10], on_dispatch=hook, path=path)
+    taken = ATTEND if path == "auto" else (path,)
+    # Of auto's sub-chunks, of 16 rows at most, the last ones have 14 and 10.
+    assert set(seen) == {k for p in taken if p != "token" or path == p for k in (*ATTEND[p], *COMMIT[p])}
     assert all(seen.values())
 
 
@@ -322,9 +353,10 @@ def layers(draw: st.DrawFn) -> tuple[Geometry, int, str, list[int], int]:
 
 @given(layers())
 @settings(max_examples=40, deadline=None)
-def test_any_layer(layer: tuple[Geometry, int, str, list[int], int]) -> None:
+@each_path
+def test_any_layer(path: str, layer: tuple[Geometry, int, str, list[int], int]) -> None:
     geometry, prompt, fold, calls, seed = layer
     planes = sealed(geometry, prompt, fold, seed)
     rows = stream(geometry, sum(calls), seed + 1)
-    got, _ = run(planes, geometry, rows, calls, shuffle=np.random.default_rng(seed))
+    got, _ = run(planes, geometry, rows, calls, path=path, shuffle=np.random.default_rng(seed))
     assert_close(planes, geometry, rows, got)

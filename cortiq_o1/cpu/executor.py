@@ -12,8 +12,9 @@ import numpy.typing as npt
 from ..arrays import Float32
 from ..errors import ArgumentError, StateError
 from ..geometry import Geometry
-from ..kernels import MOVING_PLANES, STATE_PLANES, Sizes
-from ..planning import Dispatch, Limits, Plan, base_plane, block_rows, commit_plan, plan
+from ..planes import MOVING_PLANES, PENDING_PLANES, STATE_PLANES, Sizes
+from ..planning import Limits, block_rows, commit_plan, plan
+from ..plans import Dispatch, Plan, base_plane
 from .twins import TWINS
 
 Array = npt.NDArray[Any]
@@ -48,7 +49,7 @@ def run_plan(
 
     Args:
         plan: what to run.
-        planes: every plane that the plan binds, in its shape and type of `kernels.PLANES`.
+        planes: every plane that the plan binds, in its shape and type of `planes.PLANES`.
         shuffle: if given, dispatches between two barriers run in random order.
         on_dispatch: called after each dispatch.
 
@@ -81,7 +82,7 @@ class PlanResident:
     geometry: Geometry
     planes: dict[str, Array]
     pending: dict[str, Array] | None = None
-    """`spec_k` and `spec_v` of a call that has yet to be committed."""
+    """The pending planes of a call that has yet to be committed."""
 
 
 class PlanEngine:
@@ -95,6 +96,8 @@ class PlanEngine:
         on_dispatch: called after each dispatch.
         poison: fill planes that a plan must write before it reads them with a large finite pattern
             instead of zeros.
+        path: the planner's path.
+        precision: of the matrix products, see `planning.plan`.
     """
 
     def __init__(
@@ -103,8 +106,12 @@ class PlanEngine:
         shuffle: np.random.Generator | None = None,
         on_dispatch: Hook | None = None,
         poison: bool = True,
+        path: str = "auto",
+        precision: str = "exact",
     ) -> None:
         self.limits = limits
+        self.path = path
+        self.precision = precision
         self.shuffle = shuffle
         self.on_dispatch = on_dispatch
         self.poison = poison
@@ -118,14 +125,16 @@ class PlanEngine:
 
     def attend(self, resident: PlanResident, q: Float32, k: Float32, v: Float32, commit: bool) -> Float32:
         """Outputs `(rows, nh, dv)`, see `engine.Engine`."""
-        most = block_rows(resident.geometry, self.limits)
+        most = block_rows(resident.geometry, self.limits, self.path)
         if commit and len(q) > most:
             return self._attend_blocks(resident, q, k, v, most)
-        steps = plan(resident.geometry, len(q), commit, limits=self.limits)
+        steps = plan(resident.geometry, len(q), commit, self.path, self.limits, self.precision)
         planes = self._run(steps, resident, {"q": q, "k_rows": k, "v_rows": v})
         if commit:
             resident.planes = _moved(resident, planes)
-        resident.pending = None if commit else {name: _frozen(planes[name]) for name in ("spec_k", "spec_v")}
+        resident.pending = (
+            None if commit else {name: _frozen(planes[name]) for name in PENDING_PLANES if name in planes}
+        )
         return planes["out"]
 
     def _attend_blocks(
@@ -147,7 +156,7 @@ class PlanEngine:
         if resident.pending is None or not 0 <= rows <= kept:
             raise StateError(f"rows: {rows}, expected 0 to the {kept} rows of the last uncommitted call")
         if rows:
-            steps = commit_plan(resident.geometry, rows, self.limits)
+            steps = commit_plan(resident.geometry, rows, self.path, self.limits)
             planes = self._run(steps, resident, {name: a[:rows] for name, a in resident.pending.items()})
             resident.planes = _moved(resident, planes)
         resident.pending = None

@@ -1,7 +1,9 @@
-// Exponentials whose argument may lie far below float32's range, and the sum of a vec4.
+// Exponentials whose argument may lie far below float32's range, the least divisor, the sum of a vec4.
 
 // exp(-x) underflows long before; below it some drivers' range reduction goes wrong.
 const EXP_FLOOR: f32 = -1.0e4;
+// No smaller: WGSL promises divisions only by divisors from 2^-126 on.
+const MIN_DENOMINATOR: f32 = 1.0e-30;
 
 // exp(x) for x <= 0, however small.
 fn exp_floored(x: f32) -> f32 {

@@ -21,8 +21,8 @@ struct Params {
     pieces: u32,   // pieces of the value sum
     rect: u32,     // 0 aggregate, 1 fm
     scale: f32,    // factor of every logit
-    pad0: u32,
-    pad1: u32,
+    panel: u32,    // columns of a panel
+    splits: u32,   // splits of the keys
 }
 
 @group(0) @binding(0) var<uniform> params: Params;

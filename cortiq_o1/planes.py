@@ -1,0 +1,225 @@
+"""Every plane: its layout, its role, and the constants that its words are told by.
+
+A plane's layout is written here and nowhere else; `kernels.py` says which kernels bind it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+
+from .geometry import Geometry
+
+Element = Literal["f32", "u32", "vec4<f32>", "vec4<u32>"]
+# state: a layer's own; rows: a call's input and output; pending: rows of an uncommitted call;
+# scratch: shared by all layers of a geometry, dead after the call; own: scratch of one layer, where
+# sharing would make a layer wait for the one before.
+Role = Literal["state", "rows", "pending", "scratch", "own"]
+
+SUB_ROWS = 64
+"""Most rows of a sub-chunk: one lane of `o1c_far_e` each."""
+MAX_PIECES, PIECE_KEYS = 16, 128
+"""The value sum is cut into at most this many pieces, of at least so many keys."""
+PANEL_ALIGN = 64
+"""Columns of a key panel are padded to a multiple of this, so that a product's tiles have no edge there."""
+MIN_SPLIT_KEYS = 32
+"""A split of the keys has at least so many, else its overhead shows."""
+MAX_LOOP_STEPS = 30_000
+"""Most loop steps of an invocation: Mesa's software drivers stop at 65,535 without a word."""
+LARGE = 1.7e38
+"""Stands for infinity: half of float32's range, so that differences of two stay finite."""
+FLUSH_ROWS = 4096
+"""Folded rows after which the far field's recent sums join its totals."""
+
+META_WORDS = 8
+"""Words of a group's row in `group_meta`."""
+META_LEN, META_HEAD, META_FAR_LEN, META_WINDOW, META_FAR_LIMIT, META_LANDMARKS = range(6)
+NO_FAR_LIMIT = 0xFFFFFFFF
+
+MZ_MAX, MZ_TOTAL, MZ_RECENT, MZ_SHIFT, MZ_SECTIONS = range(5)
+"""Sections of `far_mz`: the far maximum, the far mass in two levels, what is taken from every far logit."""
+T_TOTAL, T_RECENT, T_SECTIONS = range(3)
+"""Sections of `t_hat`: the far numerator in two levels."""
+S_LOGIT, S_MAX, S_RESCALE, S_MASS, S_WEIGHT, S_SECTIONS = range(6)
+"""Sections of `far_rows`, see its plane."""
+HD_MAX, HD_FAR, HD_HAVE, HD_INV, HD_WORDS = range(5)
+"""Words of a row in `row_head`."""
+TP_MAX, TP_MASS, _, _, TP_WORDS = range(5)
+"""Words of a split's partial in `tok_part` before its values."""
+TR_MAX, TR_FAR, TR_HAVE, TR_EVICTED, TR_SLOT, TR_FOLDS, TR_FLUSHES, TR_EVICTS, TR_WORDS = range(9)
+"""Words of a head's record in `tok_record` before its sections of `m`."""
+TS_GAIN, TS_MAX, TS_RESCALE, TS_WEIGHT, TS_SECTIONS = range(5)
+"""Sections of a head's record in `tok_record`."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the symbols in plane shapes stand for: a geometry, a call's rows, a sub-chunk's rows."""
+
+    ng: int
+    nh: int
+    m: int
+    d: int
+    dv: int
+    w: int
+    near: int
+    rows: int
+    kcap: int
+    pieces: int
+    panel: int
+    psplits: int
+    splits: int
+    part: int
+    record: int
+
+    @classmethod
+    def of(cls, geometry: Geometry, rows: int = 1, kcap: int = 1, workgroups: int = 256) -> Sizes:
+        """The sizes of `rows` rows in sub-chunks of at most `kcap` rows.
+
+        `workgroups`: how many keep the device busy, see `planning.Limits`; the keys are split until
+        there are about as many.
+        """
+        near = geometry.window + geometry.sinks
+        panel = -(-(near + kcap) // PANEL_ALIGN) * PANEL_ALIGN
+        tiles = geometry.num_kv_heads * -(-geometry.heads_per_group * kcap // 64)
+        tiles *= -(-(geometry.value_dim or 0) // 64)
+        assert geometry.value_dim is not None
+        return cls(
+            ng=geometry.num_kv_heads,
+            nh=geometry.num_heads,
+            m=geometry.landmarks,
+            d=geometry.head_dim,
+            dv=geometry.value_dim,
+            w=geometry.window,
+            near=near,
+            rows=rows,
+            kcap=kcap,
+            pieces=max(1, min(MAX_PIECES, math.ceil(near / PIECE_KEYS))),
+            panel=panel,
+            psplits=max(1, min(2 * workgroups // tiles, panel // (2 * PANEL_ALIGN), MAX_PIECES)),
+            splits=max(1, min(-(-workgroups // geometry.num_kv_heads), near // MIN_SPLIT_KEYS)),
+            part=TP_WORDS + geometry.value_dim,
+            record=TR_WORDS + TS_SECTIONS * geometry.landmarks,
+        )
+
+
+@dataclass(frozen=True)
+class Plane:
+    """A buffer: its element type as WGSL binds it, and its shape in scalars, outermost first."""
+
+    name: str
+    element: Element
+    shape: tuple[str | int, ...]
+    role: Role
+    text: str
+
+    def dims(self, sizes: Sizes) -> tuple[int, ...]:
+        """The shape in scalars."""
+        return tuple(s if isinstance(s, int) else getattr(sizes, s) for s in self.shape)
+
+    def nbytes(self, sizes: Sizes) -> int:
+        """The size in bytes."""
+        return 4 * math.prod(self.dims(sizes))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The scalar's NumPy type."""
+        return np.dtype(np.uint32 if "u32" in self.element else np.float32)
+
+
+def _plane(name: str, element: Element, shape: str, role: Role, text: str) -> Plane:
+    symbols = tuple(int(s) if s.isdigit() else s for s in shape.split())
+    return Plane(name, element, symbols, role, text)
+
+
+_V4: Element = "vec4<f32>"
+PLANES: MappingProxyType[str, Plane] = MappingProxyType(
+    {
+        p.name: p
+        for p in (
+            _plane(
+                "group_meta", "u32", f"ng {META_WORDS}", "state",
+                "Per group: rows in the ring, slot of the oldest, rows folded, the group's window, "
+                "folded rows at which the far field closes, landmarks in use, two spare words.",
+            ),
+            _plane("ring_k", _V4, "ng near d", "state", "Keys: the ring's `w` slots, then the sinks."),
+            _plane("ring_v", _V4, "ng near dv", "state", "Values, laid out as the keys."),
+            _plane("k_tilde", _V4, "ng m d", "state", "Key landmarks."),
+            _plane("q_tilde", _V4, "nh m d", "state", "Query landmarks."),
+            _plane("mix", "f32", "nh m m", "state", "The mixing matrix M times exp(c), `[a][b]`."),
+            _plane(
+                "far_mz", "f32", f"nh {MZ_SECTIONS} m", "state",
+                "Far maximum mu; far mass at scale exp(-mu), the total and what came since; the shift c "
+                "that is taken from a folded key's logit, hence from mu, the same for all landmarks.",
+            ),
+            _plane(
+                "t_hat", _V4, f"nh {T_SECTIONS} m dv", "state",
+                "Far numerator at scale exp(-mu), in the same two levels.",
+            ),
+            _plane("q", _V4, "rows nh d", "rows", "The call's queries."),
+            _plane("k_rows", _V4, "rows ng d", "rows", "The call's keys."),
+            _plane("v_rows", _V4, "rows ng dv", "rows", "The call's values."),
+            _plane("out", _V4, "rows nh dv", "rows", "The call's outputs."),
+            _plane("spec_k", _V4, "rows ng d", "pending", "Keys of a call that has yet to be committed."),
+            _plane("spec_v", _V4, "rows ng dv", "pending", "Values of such a call."),
+            _plane("spec_q", _V4, "rows nh d", "pending", "Its queries, which `o1c_tok_far` reads."),
+            _plane(
+                "far_rows", "f32", f"{S_SECTIONS} nh m kcap", "scratch",
+                "Per landmark and row of the sub-chunk: the evicted key's logit (-LARGE if none is "
+                "folded), the far maximum after the row, exp(maximum before - that), the far mass after "
+                "the row, the evicted key's weight at the scale after the sub-chunk.",
+            ),
+            _plane(
+                "scores", "f32", "kcap nh near", "scratch",
+                "Near logits, then weights: sinks, then window.",
+            ),
+            _plane("land_scores", "f32", "kcap nh m", "scratch", "Landmark logits p."),
+            _plane("near_max", "f32", "kcap nh", "scratch", "The largest near logit."),
+            _plane(
+                "row_head", "f32", f"kcap nh {HD_WORDS}", "scratch",
+                "The row's maximum C, its far mass, 1 where the far field counts, 1 / denominator.",
+            ),
+            _plane("gains", "f32", "kcap nh m", "scratch", "Weights of the numerator before the sub-chunk."),
+            _plane("evict_weights", "f32", "kcap nh kcap", "scratch", "Weights of the rows evicted so far."),
+            _plane(
+                "sum_pieces", _V4, "kcap nh pieces dv", "scratch",
+                "Near value sums, a piece of the keys each.",
+            ),
+            _plane(
+                "panel_k", _V4, "ng panel d", "scratch",
+                "Keys in order: sinks, ring from its oldest row, the sub-chunk's rows, zeros.",
+            ),
+            _plane("panel_v", _V4, "ng panel dv", "scratch", "Values, laid out as the keys."),
+            _plane("panel_q", _V4, "nh kcap d", "scratch", "Queries, a head's rows together."),
+            _plane(
+                "panel_scores", _V4, "nh kcap panel", "scratch",
+                "Logits of every row over the panel, then weights, zero where the row does not look.",
+            ),
+            _plane(
+                "near_parts", _V4, "psplits nh kcap dv", "scratch",
+                "Near value sums, a split of the panel's columns each.",
+            ),
+            _plane(
+                "tok_part", _V4, "nh splits part", "scratch",
+                "A split's largest logit, its mass at that scale, two unused words, its value sum.",
+            ),
+            _plane(
+                "tok_record", "f32", "nh record", "own",
+                "The far part of a row: its maximum, its mass, 1 where it counts, the evicted row's weight "
+                "(all at that maximum's scale); the ring slot the row takes, how many landmarks fold the "
+                "evicted row (those in use or none), 1 where levels join, 1 where a row is evicted; then per "
+                "landmark in use the old numerator's gain, the far maximum after the row, exp(maximum before "
+                "- that), the folded row's weight.",
+            ),
+        )
+    }
+)  # fmt: skip
+STATE_PLANES: tuple[str, ...] = tuple(p.name for p in PLANES.values() if p.role == "state")
+PENDING_PLANES: tuple[str, ...] = tuple(p.name for p in PLANES.values() if p.role == "pending")
+OWN_PLANES: tuple[str, ...] = tuple(p.name for p in PLANES.values() if p.role == "own")
+MOVING_PLANES: tuple[str, ...] = ("group_meta", "ring_k", "ring_v", "far_mz", "t_hat")
+"""The state planes that a committed row changes."""
