@@ -20,7 +20,8 @@ from .errors import (
 )
 from .geometry import Geometry
 from .layer import Layer
-from .planning import Limits, Plan, plan
+from .planning import Limits, plan
+from .plans import Plan
 from .sealing import seal
 from .state import LayerState
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .engine import Engine
-from .errors import ArgumentError, DeviceError
+from .errors import ArgumentError, ArgumentTypeError, DeviceError
 from .gpu.adapters import (
     BACKENDS,
     AdapterInfo,
@@ -25,15 +25,18 @@ from .gpu.adapters import (
     limits_problem,
     open_adapter,
 )
-from .planning import PATHS, Limits, check_state_fits
+from .paths import PATHS
+from .planning import PRECISIONS, Limits, chunk_rows
 
 if TYPE_CHECKING:
     from .layer import Layer
     from .state import LayerState
 
 VARIABLE = "CORTIQ_O1_DEVICE"
-"""Environment variable that stands in for "auto"."""
-CPU_LIMITS = Limits(binding_bytes=1 << 62)
+"""Environment variable that stands in for the device "auto"."""
+PATH_VARIABLE = "CORTIQ_O1_PATH"
+"""Environment variable that stands in for the path "auto"."""
+CPU_LIMITS = Limits(binding_bytes=1 << 62, float16=True)  # the twins round as float16 does
 _ALIASES = {"dx12": "d3d12", "opengl": "gl", "numpy": "cpu"}
 
 
@@ -91,10 +94,14 @@ class DeviceInfo:
 class Device:
     """Where layers live: a GPU, a software renderer, or NumPy. Made by `open_device`."""
 
-    def __init__(self, info: DeviceInfo, path: str, limits: Limits, gpu: Any = None) -> None:
+    def __init__(
+        self, info: DeviceInfo, path: str, limits: Limits, gpu: Any = None, precision: str = "exact"
+    ) -> None:
         self._info = info
         self._path = path
         self._limits = limits
+        products = gpu is not None or path != "auto"  # NumPy without a plan has none to round for
+        self._precision = precision if products and limits.float16 else "exact"
         self._gpu = gpu
         self._engine: Engine | None = None
 
@@ -134,6 +141,11 @@ class Device:
         return self._path
 
     @property
+    def precision(self) -> str:
+        """The precision in force: "fast" only where the device has 16-bit floats."""
+        return self._precision
+
+    @property
     def gpu(self) -> Any:
         """The device object of wgpu or wgpudawn, None for the CPU."""
         return self._gpu
@@ -150,11 +162,11 @@ class Device:
         if self._gpu is not None:
             from .gpu.executor import GpuEngine
 
-            return GpuEngine(self._gpu, self._path)
-        if self._path == "stages":
+            return GpuEngine(self._gpu, self._path, self._precision)
+        if self._path != "auto":
             from .cpu.executor import PlanEngine
 
-            return PlanEngine(self._limits, poison=False)
+            return PlanEngine(self._limits, poison=False, path=self._path, precision=self._precision)
         from .cpu.direct import DirectEngine
 
         return DirectEngine()
@@ -163,21 +175,33 @@ class Device:
         """A layer of its own with a copy of the state on this device.
 
         Raises:
-            GeometryError: a plane passes the device's limits; names the field to lower. Nothing has
-                been allocated.
+            ArgumentTypeError: `state` is no `LayerState`.
+            GeometryError: a plane passes the device's limits, or the device's path cannot serve; names
+                the field to lower. Nothing has been allocated.
             DeviceMemoryError: the device has no room.
         """
         from .layer import Layer
+        from .state import LayerState
 
-        check_state_fits(state.geometry, self._limits)
+        if not isinstance(state, LayerState):
+            raise ArgumentTypeError(f"state: {type(state).__name__}, expected a LayerState")
+        # Of two rows: one row alone may take a path of its own.
+        chunk_rows(state.geometry, 2, self._path, self._limits)
         return Layer(self, self.engine, state)
 
     def info(self) -> dict[str, Any]:
         """What reports say of the device, ready for JSON."""
-        return {**self._info.to_dict(), "path": self._path, "binding_bytes": self._limits.binding_bytes}
+        return {
+            **self._info.to_dict(),
+            "path": self._path,
+            "precision": self._precision,
+            "binding_bytes": self._limits.binding_bytes,
+            "workgroups": self._limits.workgroups,
+        }
 
     def __repr__(self) -> str:
-        return f"Device({self.name!r}, {self.backend!r}, path={self._path!r})"
+        fast = f", precision={self._precision!r}" if self._precision != "exact" else ""
+        return f"Device({self.name!r}, {self.backend!r}, path={self._path!r}{fast})"
 
 
 @lru_cache(maxsize=1)
@@ -200,7 +224,22 @@ def devices() -> list[DeviceInfo]:
     return [*(DeviceInfo.of(a) for a in find_adapters()[0]), cpu_info()]
 
 
-def open_device(name: str | DeviceInfo | AdapterInfo | Any = "auto", path: str = "auto") -> Device:
+def chosen_path(path: str = "auto") -> str:
+    """`path`, or what the environment variable `CORTIQ_O1_PATH` says in place of "auto".
+
+    Raises `ArgumentError`, with the paths that there are, where either names no path.
+    """
+    source = "path"
+    if path == "auto" and os.environ.get(PATH_VARIABLE, "").strip():
+        path, source = os.environ[PATH_VARIABLE].strip().lower(), PATH_VARIABLE
+    if path not in PATHS:
+        raise ArgumentError(f"{source}: {path!r}, expected one of {', '.join(map(repr, PATHS))}")
+    return path
+
+
+def open_device(
+    name: str | DeviceInfo | AdapterInfo | Any = "auto", path: str = "auto", precision: str = "exact"
+) -> Device:
     """Opens a device.
 
     Args:
@@ -209,30 +248,42 @@ def open_device(name: str | DeviceInfo | AdapterInfo | Any = "auto", path: str =
             NumPy. "vulkan", "metal", "d3d12" or "gl" for that backend's best adapter, a part of an
             adapter's name, or both as "gl:llvmpipe"; "dawn" for wgpudawn's best. An entry of `devices`.
             An open `GPUDevice` of wgpu or of wgpudawn.
-        path: how plans are made, see `planning.plan`; on the CPU "auto" computes without a plan and
-            "stages" runs the kernels' NumPy twins.
+        path: how plans are made, see `planning.plan`; the environment variable `CORTIQ_O1_PATH`
+            stands in for "auto". On the CPU "auto" computes without a plan, and any other path runs
+            the NumPy twins of its kernels, which is there to be compared with, not to be fast.
+        precision: "exact" for float32 throughout. "fast" rounds the operands of the matrix products
+            to float16 where the adapter has `shader-f16`; elsewhere it is "exact" too, as
+            `Device.precision` says.
 
     Raises:
         DeviceError: nothing answers to `name`, with a list of what there is; or it cannot be opened.
-        ArgumentError: no such path.
+        ArgumentError: no such path or precision.
     """
-    if path not in PATHS:
-        raise ArgumentError(f"path: {path!r}, expected one of {', '.join(map(repr, PATHS))}")
+    mode = _Mode(chosen_path(path), precision)
+    if precision not in PRECISIONS:
+        raise ArgumentError(f"precision: {precision!r}, expected one of {', '.join(map(repr, PRECISIONS))}")
     if isinstance(name, DeviceInfo):
-        return _open_cpu(path) if name.adapter is None else _open_adapter(name.adapter, path)
+        return _open_cpu(mode) if name.adapter is None else _open_adapter(name.adapter, mode)
     if isinstance(name, AdapterInfo):
-        return _open_adapter(name, path)
+        return _open_adapter(name, mode)
     if not isinstance(name, str):
-        return _open_foreign(name, path)
+        return _open_foreign(name, mode)
     source = ""
     if name == "auto" and os.environ.get(VARIABLE, "").strip():
         name, source = os.environ[VARIABLE].strip(), f"{VARIABLE}: "
     wanted = _ALIASES.get(name.lower(), name.lower())
     if wanted == "auto":
-        return _open_auto(path)
+        return _open_auto(mode)
     if wanted == "cpu":
-        return _open_cpu(path)
-    return _open_adapter(_choose(wanted, name, source), path)
+        return _open_cpu(mode)
+    return _open_adapter(_choose(wanted, name, source), mode)
+
+
+class _Mode(NamedTuple):
+    """How a device computes, whichever it is."""
+
+    path: str
+    precision: str
 
 
 def _choose(wanted: str, given: str, source: str) -> AdapterInfo:
@@ -254,14 +305,14 @@ def _choose(wanted: str, given: str, source: str) -> AdapterInfo:
     return matches[0]
 
 
-def _open_auto(path: str) -> Device:
+def _open_auto(mode: _Mode) -> Device:
     adapters, why = find_adapters()
     failures = []
     for adapter in adapters:
         if adapter.software:
             continue
         try:
-            device = _open_adapter(adapter, path)
+            device = _open_adapter(adapter, mode)
             _prove(device)
             return device
         except DeviceError as error:
@@ -271,7 +322,7 @@ def _open_auto(path: str) -> Device:
         why = f"there are only software renderers, which are slower than NumPy ({names})"
     reason = "; ".join(failures) or why
     warnings.warn(f"no GPU, computing with NumPy: {reason}", FallbackWarning, stacklevel=3)
-    return _open_cpu(path)
+    return _open_cpu(mode)
 
 
 def _prove(device: Device) -> None:
@@ -283,15 +334,15 @@ def _prove(device: Device) -> None:
         raise DeviceError(f"{device.name} ({device.backend}): o1c_copy does not copy")
 
 
-def _open_cpu(path: str) -> Device:
-    return Device(cpu_info(), path, CPU_LIMITS)
+def _open_cpu(mode: _Mode) -> Device:
+    return Device(cpu_info(), mode.path, CPU_LIMITS, None, mode.precision)
 
 
-def _open_adapter(adapter: AdapterInfo, path: str) -> Device:
-    return _open_gpu(open_adapter(adapter), DeviceInfo.of(adapter), path)
+def _open_adapter(adapter: AdapterInfo, mode: _Mode) -> Device:
+    return _open_gpu(open_adapter(adapter), DeviceInfo.of(adapter), mode)
 
 
-def _open_foreign(device: Any, path: str) -> Device:
+def _open_foreign(device: Any, mode: _Mode) -> Device:
     if not all(hasattr(device, a) for a in ("queue", "adapter", "limits", "create_compute_pipeline")):
         raise DeviceError(
             f"device: {type(device).__name__}, expected a name or a GPUDevice of wgpu or wgpudawn"
@@ -300,8 +351,8 @@ def _open_foreign(device: Any, path: str) -> Device:
     problem = limits_problem(device.limits)
     if problem:
         raise DeviceError(f"{info.label}: the device was opened with too little: {problem}")
-    return _open_gpu(device, info, path)
+    return _open_gpu(device, info, mode)
 
 
-def _open_gpu(device: Any, info: DeviceInfo, path: str) -> Device:
-    return Device(info, path, device_limits(device), device)
+def _open_gpu(device: Any, info: DeviceInfo, mode: _Mode) -> Device:
+    return Device(info, mode.path, device_limits(device), device, mode.precision)

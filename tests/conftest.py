@@ -7,6 +7,7 @@ the tests that need a GPU are skipped, and counted, where there is none.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 
@@ -17,6 +18,8 @@ import pytest
 import cortiq_o1 as o1
 from cortiq_o1.gpu.adapters import AdapterInfo, list_adapters
 
+# Mesa's drivers complain on standard error where a desktop has not set this.
+os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
 # The same examples on every run: a red test must stay red until it is mended.
 hypothesis.settings.register_profile(
     "repeatable", deadline=None, derandomize=True, max_examples=25, print_blob=True

@@ -11,6 +11,7 @@ import cortiq_o1 as o1
 from cortiq_o1 import benchmark as bm
 from cortiq_o1.benchmark import layers, quality
 from cortiq_o1.cli import bench_report, svg
+from cortiq_o1.planes import MZ_SECTIONS
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_sealed_layer_has_a_full_ring_and_a_far_field() -> None:
 def test_moved_bytes() -> None:
     geometry = o1.Geometry(4, 2, 8, window=16, sinks=0, landmarks=4)
     ring, rows = 2 * (2 * 16 * 8), 2 * (4 * 8) + 4 * (2 * 8)
-    far = 2 * 4 * 8 + 4 * 4 * 8 + 4 * 4 * 4 + 2 * (4 * 3 * 4 + 4 * 2 * 4 * 8)
+    far = 2 * 4 * 8 + 4 * 4 * 8 + 4 * 4 * 4 + 2 * (4 * MZ_SECTIONS * 4 + 4 * 2 * 4 * 8)
     assert layers.moved_bytes(geometry, 1, far=False) == 4 * (ring + rows)
     assert layers.moved_bytes(geometry, 1, far=True) == 4 * (ring + rows + far)
 

@@ -19,6 +19,7 @@ from cortiq_o1.cli import adapters, choice, main
 from cortiq_o1.cli.plan import mermaid
 from cortiq_o1.devices import cpu_info
 from cortiq_o1.gpu.adapters import AdapterInfo
+from cortiq_o1.paths import PATHS
 
 SMALL = ["--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "8", "--window", "16"]
 BENCH = ["bench", "--device", "cpu", "--window", "32", "--contexts", "64,128", "--rows", "1,4"]
@@ -119,7 +120,10 @@ def test_help(run: Run, command: str) -> None:
         (["bench", "--budget", "0"], "budget"),
         (["bench", "--ridge", "-1", "--device", "cpu"], "ridge"),
         (["bench", "--preset", "gpt-9"], "smollm2-135m"),
-        (["bench", "--svg", "/no/such/directory/a.svg"], "no such directory"),
+        (["bench", "--profile"], "--profile: expected with --paths"),
+        (["bench", "--paths", "--svg", "a.svg"], "--svg"),
+        (["plan", *SMALL, "--path", "quick"], "'quick'"),
+        (["bench", "--svg", "/no/such/directory/a.svg"], "/no/such/directory/a.svg: cannot be written"),
     ],
 )
 def test_bad_usage_is_code_2_and_two_lines(run: Run, argv: Sequence[str], told: str) -> None:
@@ -150,7 +154,7 @@ def test_plain_output_in_an_ascii_terminal() -> None:
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-m", "cortiq_o1", "plan", "--preset", "qwen3-8b"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert "o1c_far_e" in done.stdout
+    assert "o1c_tok_far" in done.stdout
     assert "\\" not in done.stdout
 
 
@@ -206,7 +210,8 @@ def test_plan_json_is_the_plan(run: Run, extra: list[str]) -> None:
     assert (code, err) == (0, "")
     geometry = o1.Geometry(4, 2, 8, window=16, sinks=2, windows=(16, 8), rect="fm")
     rows = 40 if "--rows" in extra else 1
-    assert o1.Plan.from_json(out) == o1.plan(geometry, rows, commit="--no-commit" not in extra)
+    path = extra[extra.index("--path") + 1] if "--path" in extra else "auto"
+    assert o1.Plan.from_json(out) == o1.plan(geometry, rows, "--no-commit" not in extra, path)
 
 
 def test_a_size_beside_a_preset_replaces_its_own(run: Run) -> None:
@@ -425,3 +430,88 @@ def test_a_device_that_fails_is_code_3_and_keeps_its_figures(
     (device,) = json.loads(out)["devices"]
     assert device["problem"] == "the card fell off the bus"
     assert len(device["cells"]) == 1
+
+
+# bench --paths
+
+PATHS_BENCH = ["bench", "--paths", "--window", "32", "--rows", "1,17"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_bench_paths_times_them_side_by_side(gpu: o1.Device, run: Run) -> None:
+    adapter = f"{gpu.backend}:{gpu.name}"
+    code, out, err = run(*PATHS_BENCH, "--device", adapter, "--profile", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    (device,) = report["devices"]
+    assert (report["format"], report["rows"], report["profile"]) == ("cortiq-o1-bench-paths", [1, 17], True)
+    assert (device["name"], device["backend"], device["problem"]) == (gpu.name, gpu.backend, None)
+    ways = [*PATHS, *(["gemm, fast"] if any(c["way"] == "gemm, fast" for c in device["cells"]) else [])]
+    assert [(c["rows"], c["way"]) for c in device["cells"]] == [(r, w) for r in (1, 17) for w in ways]
+    geometry = bm.find_preset("smollm2-135m").geometry(window=32)
+    for cell in device["cells"]:
+        assert cell["problem"] is None
+        assert cell["wall"]["median_s"] > 0
+        assert cell["profile_clock"] in ("gpu", "wall")
+        assert sum(k["dispatches"] for k in cell["kernels"]) == cell["dispatches"]
+        if cell["way"] in PATHS:
+            expected = o1.plan(geometry, cell["rows"], path=cell["way"])
+            assert [k["kernel"] for k in cell["kernels"]] == list(
+                dict.fromkeys(d.kernel for d in expected.dispatches)
+            )
+
+
+@pytest.mark.usefixtures("quick")
+def test_bench_paths_as_text(gpu: o1.Device, run: Run) -> None:
+    code, out, err = run(
+        *PATHS_BENCH[:-1], "1", "--device", f"{gpu.backend}:{gpu.name}", "cpu", "--profile", columns=100
+    )
+    assert code == 0, err
+    assert_fits(out, 100)
+    for word in (*PATHS, "direct", "o1c_tok_near", "o1c_qk", "o1c_score"):
+        assert word in out
+    assert "1.00x" in out
+    assert "row on token, by kernel" in out
+
+
+@pytest.mark.usefixtures("quick")
+def test_bench_paths_of_one_path(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = run(*PATHS_BENCH, "--device", "cpu", "--json")
+    assert code == 0
+    assert {c["way"] for c in json.loads(out)["devices"][0]["cells"]} == {"direct"}
+    monkeypatch.setenv("CORTIQ_O1_PATH", "token")
+    code, out, _ = run(*PATHS_BENCH, "--device", "cpu", "--json")
+    (device,) = json.loads(out)["devices"]
+    assert (code, device["cells"]) == (0, [])
+    assert "unset CORTIQ_O1_PATH" in device["problem"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_bench_paths_leaves_out_what_passes_the_budget(run: Run) -> None:
+    code, out, _ = run(*PATHS_BENCH, "--device", "cpu", "--budget", "1e-6", "--json")
+    assert code == 0
+    (device,) = json.loads(out)["devices"]
+    assert [c["problem"] for c in device["cells"]] == ["left out: the budget is spent"] * 2
+
+
+@pytest.mark.parametrize("command", [["plan", *SMALL], BENCH, [*PATHS_BENCH, "--device", "cpu"], ["verify"]])
+def test_an_unknown_path_in_the_environment_is_wrong_usage(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setenv("CORTIQ_O1_PATH", "quick")
+    code, out, err = run(*command)
+    assert (code, out) == (2, "")
+    assert "CORTIQ_O1_PATH: 'quick', expected one of 'auto', 'token', 'gemm', 'stages'" in err
+
+
+def test_plan_takes_path_and_precision(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = o1.Geometry(4, 2, 8, window=16)
+    _, out, _ = run("plan", *SMALL, "--rows", "16", "--path", "gemm", "--precision", "fast", "--json")
+    limits = o1.Limits(float16=True)
+    assert o1.Plan.from_json(out) == o1.plan(geometry, 16, path="gemm", limits=limits, precision="fast")
+    assert "o1c_qk_f16" in out
+    monkeypatch.setenv("CORTIQ_O1_PATH", "stages")
+    _, out, _ = run("plan", *SMALL, "--rows", "16", "--json")
+    assert o1.Plan.from_json(out) == o1.plan(geometry, 16, path="stages")
+    _, out, _ = run("plan", *SMALL, "--rows", "16", "--path", "token", "--json")
+    assert o1.Plan.from_json(out) == o1.plan(geometry, 16, path="token")

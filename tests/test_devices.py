@@ -215,9 +215,13 @@ def test_what_is_no_device_is_refused() -> None:
 
 
 def test_a_layer_that_cannot_fit_is_refused_before_it_is_loaded(gpu: o1.Device) -> None:
-    geometry = o1.Geometry(num_heads=8, num_kv_heads=8, head_dim=512, window=16_384)
+    # Without the half gigabyte that its planes would take.
+    state = o1.LayerState.__new__(o1.LayerState)
+    state.geometry = o1.Geometry(num_heads=8, num_kv_heads=8, head_dim=512, window=16_384)
     with pytest.raises(o1.GeometryError, match=r"ring_k: .* binds at most 134217728; lower window"):
-        gpu.load(SimpleNamespace(geometry=geometry))
+        gpu.load(state)
+    with pytest.raises(o1.ArgumentTypeError, match="state: str, expected a LayerState"):
+        gpu.load("layer.o1")
 
 
 def test_without_wgpu_auto_computes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,6 +318,34 @@ def test_an_opengl_context_without_compute_shaders_is_listed_as_such(
         info={"device": "Card", "backend_type": "OpenGL", "description": driver}, features=(), limits={}
     )
     assert listing.describe(handle).problem == problem
+
+
+@pytest.mark.parametrize(
+    ("kind", "software", "expected"),
+    [("discrete", False, 264), ("integrated", False, 64), ("other", False, 64), ("cpu", True, 14)],
+)
+def test_work_is_split_by_the_adapters_kind(
+    monkeypatch: pytest.MonkeyPatch, kind: str, software: bool, expected: int
+) -> None:
+    monkeypatch.setattr(listing.os, "cpu_count", lambda: 7)
+    assert listing.busy_workgroups(made_up("Card", "vulkan", kind, software)) == expected
+
+
+def test_limits_tell_what_the_planner_must_know(gpu: o1.Device) -> None:
+    (info,) = [a for a in adapters() if (a.name, a.backend) == (gpu.name, gpu.backend)]
+    assert gpu.limits.workgroups == listing.busy_workgroups(info)
+    assert not gpu.limits.float16  # opened without features
+    device = o1.open_device(info, precision="fast")
+    has = "shader-f16" in info.features
+    assert device.limits.float16 == ("shader-f16" in device.gpu.features) == has
+    assert device.precision == ("fast" if has else "exact")
+    assert device.info()["precision"] == device.precision
+
+
+def test_path_and_precision_are_told() -> None:
+    device = o1.open_device("cpu", "gemm", "fast")
+    assert (device.path, device.precision, device.engine.precision) == ("gemm", "fast", "fast")
+    assert repr(device) == f"Device({device.name!r}, 'cpu', path='gemm', precision='fast')"
 
 
 @pytest.mark.dawn

@@ -22,6 +22,8 @@ from cortiq_o1.gpu.adapters import required_limits
 from cortiq_o1.gpu.buffers import SLOT, Parameters
 from cortiq_o1.gpu.executor import GpuEngine
 from cortiq_o1.planning import plan
+from cortiq_o1.sealing import empty_planes
+from cortiq_o1.state import SealOptions
 
 
 @pytest.fixture
@@ -121,7 +123,7 @@ def test_what_was_recorded_follows_buffers_that_another_engine_replaces(
 
 def test_recordings_and_bind_groups_are_used_again(engine: GpuEngine, state: o1.LayerState) -> None:
     resident = engine.upload(GEOMETRY, state.planes)
-    two, one = (plan(GEOMETRY, rows, limits=engine.limits) for rows in (2, 1))
+    two, one = (plan(GEOMETRY, rows, limits=engine.limits) for rows in (3, 2))
     longer = engine.steps(two, resident)
     shorter = engine.steps(one, resident)
     assert engine.steps(two, resident) is longer
@@ -233,8 +235,8 @@ def test_no_room_names_the_plane_and_leaves_the_layer(
         num_heads=4, num_kv_heads=2, head_dim=16, value_dim=12, window=24, sinks=3, landmarks=8
     )
     with pytest.raises(o1.DeviceMemoryError, match=r"buffer of group_meta, \d+ bytes: out of memory"):
-        gpu.load(SimpleNamespace(geometry=other, planes={}, history=None, options=None, rows=0))
-    with pytest.raises(o1.DeviceMemoryError, match=r"buffer of spec_k, \d+ bytes"):
+        gpu.load(o1.LayerState(other, SealOptions(), 0, planes=empty_planes(other)))
+    with pytest.raises(o1.DeviceMemoryError, match=r"buffer of spec_[qk], \d+ bytes"):
         layer.attend(*random_rows(rng, 24, GEOMETRY), commit=False)
     monkeypatch.undo()
     assert_same_planes(layer.state().planes, before.planes)

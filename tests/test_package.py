@@ -193,7 +193,7 @@ def test_command_is_installed(built: Built) -> None:
         "scripts = m.distribution('cortiq-o1').entry_points.select(group='console_scripts')\n"
         "print(json.dumps({s.name: s.value for s in scripts}))"
     )
-    assert found == {"cortiq-o1": "cortiq_o1.cli.main:main"}
+    assert found == {"cortiq-o1": "cortiq_o1.entry:main"}
 
 
 def test_import_leaves_wgpu_and_rich_alone() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import adapter_id, adapters
 
-from cortiq_o1 import kernels
+from cortiq_o1 import kernels, planes
 from cortiq_o1.errors import DeviceLostError, ShaderError
 from cortiq_o1.gpu import shaders
 from cortiq_o1.gpu.adapters import AdapterInfo, describe, open_adapter
@@ -38,6 +38,20 @@ def constants(text: str) -> dict[str, float]:
     declared = re.findall(r"\bconst (\w+): (?:u32|f32) = (-?[\d.]+(?:e[+-]?\d+)?)u?;", text)
     assert len(declared) == len(re.findall(r"\bconst\b", text)), "a constant that this test cannot read"
     return {constant: float(value) for constant, value in declared}
+
+
+def byte_size(kind: str, text: str) -> int:
+    """Bytes of a type in the workgroup's memory: numbers, vec4s, arrays of them, and their aliases."""
+    kind = kind.strip()
+    array = re.fullmatch(r"array<(.*), (\w+)>", kind)
+    if array:
+        count = array[2].rstrip("u")
+        return byte_size(array[1], text) * int(constants(text).get(count) or count)
+    vector = re.fullmatch(r"vec4<(\w+)>", kind)
+    if vector:
+        return 4 * byte_size(vector[1], text)
+    alias = re.search(rf"\balias {kind} = ([^;]+);", text)
+    return byte_size(alias[1], text) if alias else {"f32": 4, "u32": 4, "f16": 2}[kind]
 
 
 def buffers(text: str) -> list[tuple[int, int, str, str, str]]:
@@ -103,10 +117,9 @@ def test_entry_point(name: str) -> None:
 @each_kernel
 def test_shared_memory(name: str) -> None:
     text = code(name)
-    known = constants(text)
-    declared = re.findall(r"var<workgroup> \w+: array<(?:f32|u32), (\w+)>;", text)
+    declared = re.findall(r"var<workgroup> \w+: ([^;]+);", text)
     assert len(declared) == text.count("var<workgroup>"), "shared memory that this test cannot read"
-    total = sum(-(-4 * int(known[count]) // 16) * 16 for count in declared)
+    total = sum(-(-byte_size(kind, text) // 16) * 16 for kind in declared)
     assert total == KERNELS[name].shared_bytes
     assert total <= MAX_SHARED_BYTES
 
@@ -125,7 +138,8 @@ def test_barriers_need_all_lanes(name: str) -> None:
 def test_constants_are_the_tables(name: str) -> None:
     declared = constants(code(name))
     assert "LANES" in declared
-    expected = {constant: getattr(kernels, constant) for constant in declared if constant not in SHADER_ONLY}
+    table = {**vars(planes), **vars(kernels)}
+    expected = {constant: table[constant] for constant in declared if constant not in SHADER_ONLY}
     assert {constant: declared[constant] for constant in expected} == expected
 
 
@@ -138,7 +152,8 @@ def test_style(name: str) -> None:
     assert "One lane" in header or "One workgroup" in header
     expanded = shaders.source(name)
     assert "\t" not in expanded
-    assert not re.search(r"^\s*(enable|requires)\b", expanded, re.MULTILINE), "no optional feature"
+    asked = re.findall(r"^\s*(?:enable|requires)\b\s*(\w+);", expanded, re.MULTILINE)
+    assert [f"shader-{extension}" for extension in asked] == list(KERNELS[name].features)
     assert max(map(len, expanded.splitlines())) <= 120
 
 
@@ -228,7 +243,8 @@ def dawn_device() -> Any:
         no_tint(str(error))
     if found is None:
         no_tint("Dawn finds no adapter")
-    opened = found.request_device_sync(required_limits={})
+    have = [f for f in ("shader-f16",) if f in found.features]
+    opened = found.request_device_sync(required_features=have, required_limits={})
     assert opened.limits["max-storage-buffers-per-shader-stage"] >= MAX_STORAGE_BUFFERS
     return opened
 
@@ -242,8 +258,15 @@ def spoiled(name: str, part: str, instead: str) -> str:
 
 @each_kernel
 @pytest.mark.gpu
-def test_compiles(raw_device: Any, name: str) -> None:
-    pipeline = shaders.compile(raw_device, name)
+def test_compiles(adapter: AdapterInfo, raw_device: Any, name: str) -> None:
+    features = KERNELS[name].features
+    if features:
+        with pytest.raises(ShaderError, match=rf"{name} on .*: needs shader-f16, which the device has not"):
+            shaders.compile(raw_device, name)
+        if not set(features) <= set(adapter.features):
+            pytest.skip(f"{adapter.label} has no {', '.join(features)}")
+    device = open_adapter(adapter) if features else raw_device
+    pipeline = shaders.compile(device, name)
     assert pipeline.label == name
     assert pipeline.get_bind_group_layout(0) is not None
 
@@ -251,6 +274,8 @@ def test_compiles(raw_device: Any, name: str) -> None:
 @each_kernel
 @pytest.mark.dawn
 def test_compiles_with_tint(dawn_device: Any, name: str) -> None:
+    if shaders.missing_features(dawn_device, name):
+        pytest.skip(f"Dawn's adapter has no {', '.join(KERNELS[name].features)}")
     assert shaders.compile(dawn_device, name).label == name
 
 

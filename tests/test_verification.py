@@ -11,17 +11,21 @@ import numpy as np
 import pytest
 
 import cortiq_o1 as o1
+from cortiq_o1.cli import verify
 from cortiq_o1.cli.main import main
 from cortiq_o1.cpu import executor
 from cortiq_o1.cpu.twins import TWINS
 from cortiq_o1.errors import ArgumentError, DeviceError, DeviceLostError
 from cortiq_o1.gpu.shaders import source as shader_source
-from cortiq_o1.kernels import HD_FAR, HD_HAVE, HD_MAX, KERNELS, S_MASS
+from cortiq_o1.kernels import KERNELS
+from cortiq_o1.paths import PATHS
+from cortiq_o1.planes import HD_FAR, HD_HAVE, HD_MAX, S_MASS
 from cortiq_o1.verification import kernel_cases, layer_cases
 from cortiq_o1.verification.deviation import compare
 from cortiq_o1.verification.kernels import Step, check_step, trace
 from cortiq_o1.verification.layers import Truth, check_layer, truth
 from cortiq_o1.verification.suite import Cases, Suite, Target, target_of
+from cortiq_o1.ways import open_ways
 
 Planes = dict[str, np.ndarray]
 KERNEL_CASES = {c.name: c for c in kernel_cases.PICKED}
@@ -51,6 +55,34 @@ FAULTS = {
     "first-row-only": ("o1c_land", "two-sub-chunks", "params.r0 + i", "i"),
     "later-keys-shift-maxima": ("o1c_far_e", "loud", "min(folds.end, i + 1u)", "folds.end"),
     "copy-one-short": ("o1c_copy", "uncommitted", "x < params.count", "x + 1u < params.count"),
+    "panel-of-first-rows": (
+        "o1c_gather", "two-sub-chunks-gemm", "params.r0 + column - newest", "column - newest"
+    ),
+    "heads-too-close": ("o1c_pack", "two-sub-chunks-gemm", "gh * params.kcap + i", "gh * params.k + i"),
+    "product-without-scale": ("o1c_qk", "two-sub-chunks-gemm", "sums * params.scale", "sums"),
+    "product-one-step-short": (
+        "o1c_qk", "two-sub-chunks-gemm", "term < params.d;", "term + TILE_K < params.d;"
+    ),
+    "product-of-one-step": (
+        "o1c_pv", "two-sub-chunks-gemm", "min((split + 1u) * per, params.panel)", "split * per + TILE_K"
+    ),
+    "later-keys-seen": ("o1c_gmax", "two-sub-chunks-gemm", "is_seen(seen, quad)", "vec4<bool>(true)"),
+    "later-keys-weigh": ("o1c_gsoft", "two-sub-chunks-gemm", "is_seen(seen, quad)", "vec4<bool>(true)"),
+    "one-split-added": ("o1c_gadd", "splits-4096-gemm", "split < params.splits", "split < 1u"),
+    "sinks-forgotten": (
+        "o1c_tok_near", "two-sub-chunks-token", "let columns = params.ns + seen", "let columns = seen"
+    ),
+    "splits-overlap": (
+        "o1c_tok_near", "splits-9-token", "min(first + per, columns)", "min(first + per + 1u, columns)"
+    ),
+    "negative-far-counts": ("o1c_tok_far", "noise-token", "far_len > 0u && far >= 0.0", "far_len > 0u"),
+    "far-limit-passed": (
+        "o1c_tok_far", "far-closes-token", "evicts && group.far_len < group.far_limit", "evicts"
+    ),
+    "gain-not-rescaled": ("o1c_tok_far", "loud-token", "= gain * kept;", "= gain;"),
+    "evicted-row-forgotten": ("o1c_tok_merge", "two-sub-chunks-token", "have && folds", "have && !folds"),
+    "token-levels-never-join": ("o1c_tok_commit", "levels-join-token", "if (flushes) {", "if (false) {"),
+    "head-stands-still": ("o1c_tok_commit", "two-sub-chunks-token", "ring_slot(group, 1u)", "group.head"),
 }  # fmt: skip
 
 
@@ -79,11 +111,16 @@ def test_a_write_outside_of_a_plane_is_seen(gpu: o1.Device) -> None:
     (step,) = (s for s in trace(KERNEL_CASES["one-row"]) if s.dispatch.kernel == "o1c_max")
     with pytest.raises(DeviceError, match=r"o1c_max.*behind the end of near_max"):
         check_step(step, run)
-    target = Target("broken", "none", gpu, run)
+    target = Target("broken", "none", {"auto": gpu}, run)
     suite = Suite([target])
     suite.run(Cases((KERNEL_CASES["one-row"],), ()))
     assert target.kernels["o1c_max"].failed == 1
     assert suite.failed
+
+
+@cache
+def traced(case: str) -> list[Step]:
+    return trace(KERNEL_CASES[case])
 
 
 def honest(kernel: str, planes: Mapping[str, np.ndarray], params: Any, grid: Any) -> Planes:
@@ -103,8 +140,8 @@ def test_the_twins_pass_their_own_check(case: kernel_cases.KernelCase) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1.0], ids=["nan", "infinite", "off"])
 def test_one_wrong_element_is_seen(kernel: str, value: float, rng: np.random.Generator) -> None:
-    case = KERNEL_CASES["uncommitted"]
-    step = next(s for s in trace(case) if s.dispatch.kernel == kernel)
+    cases = ("uncommitted", "uncommitted-gemm", "uncommitted-token", "float16-edges")
+    step = next(s for case in cases for s in traced(case) if s.dispatch.kernel == kernel)
     names = [b.name for b in KERNELS[kernel].bindings if b.access == "read_write"]
     for name in names:
         at = int(rng.integers(step.after[name].size))
@@ -185,31 +222,35 @@ def test_compare_names_the_worst_element() -> None:
     assert compare("plane", got, got, np.zeros(())).passed
 
 
-DEVICES = [pytest.param("auto", id="direct"), pytest.param("stages", id="twins")]
+WAYS = open_ways(o1.devices()[-1])
+"""Every way to run a layer on NumPy."""
 
 
-@pytest.mark.parametrize("path", DEVICES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", layer_cases.PICKED, ids=lambda c: c.name)
-def test_layers_on_numpy_follow_the_reference(path: str, case: layer_cases.LayerCase) -> None:
-    found = check_layer(known(case), o1.open_device("cpu", path))
+def test_layers_on_numpy_follow_the_reference(way: str, case: layer_cases.LayerCase) -> None:
+    found = check_layer(known(case), WAYS[way])
     assert found.passed, found.where
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("case", layer_cases.PICKED, ids=lambda c: c.name)
-def test_layers_follow_the_reference(gpu: o1.Device, case: layer_cases.LayerCase) -> None:
-    found = check_layer(known(case), gpu)
+def test_layers_follow_the_reference(gpu: o1.Device, case: layer_cases.LayerCase, path: str) -> None:
+    found = check_layer(known(case), o1.open_device(gpu.gpu, path))
     assert found.passed, found.where
 
 
 @pytest.mark.parametrize("number", range(6))
 def test_random_layers_follow_the_reference(gpu: o1.Device, number: int) -> None:
     case = layer_cases.random_case(7, number)
-    found = check_layer(known(case), gpu)
+    found = check_layer(known(case), o1.open_device(gpu.gpu, PATHS[number % len(PATHS)]))
     assert found.passed, f"{found.where}: {case.describe()}"
 
 
 class _Wrong:
     """A device whose layers do something wrong."""
+
+    precision = "exact"
 
     def __init__(self, change: Callable[[Any, np.ndarray], np.ndarray]) -> None:
         self.device = o1.open_device("cpu")
@@ -265,7 +306,7 @@ def test_a_lost_device_fails_once_and_ends_its_column() -> None:
         calls.append(kernel)
         raise DeviceLostError("gone")
 
-    target = Target("lost", "none", o1.open_device("cpu"), run)
+    target = Target("lost", "none", {"auto": o1.open_device("cpu")}, run)
     suite = Suite([target])
     suite.run(Cases.of("quick", 0))
     assert len(calls) == 1
@@ -284,7 +325,7 @@ def test_random_cases_are_built_from_their_name() -> None:
 
 
 def test_numpy_has_a_column_of_layers_alone() -> None:
-    target = target_of(o1.open_device("cpu"), "NumPy", "cpu")
+    target = target_of({"direct": o1.open_device("cpu")}, "NumPy", "cpu")
     suite = Suite([target])
     suite.run(Cases.of("quick", 0, "window-1"))
     assert not target.kernels
@@ -298,6 +339,47 @@ def test_verify_passes_on_numpy(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["passed"]
     assert [t["label"] for t in report["targets"]] == ["NumPy", "NumPy twins"]
     assert all(t["layers"]["window-1"]["worst_ratio"] < 1 for t in report["targets"])
+    assert [list(t["paths"]) for t in report["targets"]] == [
+        ["direct"],
+        ["token", "gemm", "stages", "gemm, fast"],
+    ]
+    assert report["targets"][1]["layers"]["window-1"]["checks"] == 4
+
+
+def test_verify_of_one_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CORTIQ_O1_PATH", "token")
+    assert main(["verify", "--device", "cpu", "--case", "window-1", "--json"]) == 0
+    (target,) = json.loads(capsys.readouterr().out)["targets"]
+    assert (target["label"], list(target["paths"])) == ("NumPy twins", ["token"])
+
+
+def test_a_kernel_that_the_device_lacks_a_feature_for_is_not_ok(
+    gpu: o1.Device, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = target_of({"auto": gpu}, "adapter", "none")  # opened with WebGPU's defaults
+    assert target.unavailable == {"o1c_qk_f16": "shader-f16", "o1c_pv_f16": "shader-f16"}
+    suite = Suite([target])
+    suite.run(Cases((KERNEL_CASES["float16-edges"],), ()))
+    assert not suite.failed
+    assert "o1c_gsoft" in target.kernels
+    assert "o1c_qk_f16" not in target.kernels
+    verify.render(suite, 1.0)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "_f16" in line]
+    assert len(lines) == 2
+    assert all("no shader-f16" in line and "ok" not in line for line in lines)
+
+
+@pytest.mark.parametrize("case", ["clustered", "noise", "real-data"])
+def test_a_layer_in_float16_needs_a_bound_of_its_own(case: str) -> None:
+    class Claims:
+        """Says that nothing is rounded."""
+
+        precision = "exact"
+        load = WAYS["gemm, fast"].load
+
+    found = known(LAYER_CASES[case])
+    assert check_layer(found, WAYS["gemm, fast"]).passed
+    assert not check_layer(found, Claims()).passed  # type: ignore[arg-type]
 
 
 def test_verify_exits_with_1_and_says_how_to_repeat(
@@ -309,7 +391,7 @@ def test_verify_exits_with_1_and_says_how_to_repeat(
     monkeypatch.setattr(executor, "TWINS", {**TWINS, "o1c_score": broken})
     assert main(["verify", "--device", "cpu", "--case", "clustered"]) == 1
     out = capsys.readouterr().out
-    assert "NumPy twins: clustered fails in clustered" in out
+    assert "NumPy twins: clustered fails in clustered: stages: call" in out
     assert "cortiq-o1 verify --device cpu --case clustered" in out
     assert "1 failed" in out
 

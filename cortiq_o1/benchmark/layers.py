@@ -6,8 +6,8 @@ import numpy as np
 
 from ..arrays import Float32
 from ..geometry import MIN_LANDMARKS, Geometry
-from ..kernels import META_FAR_LIMIT, META_LEN, Sizes
-from ..planning import plane_bytes
+from ..planes import META_FAR_LIMIT, META_LEN, Sizes
+from ..plans import plane_bytes
 from ..sealing import empty_planes, seal
 from ..state import LayerState, SealOptions
 

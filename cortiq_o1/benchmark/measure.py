@@ -17,7 +17,8 @@ from .layers import moved_bytes, random_rows
 from .results import Cell, Clock, Timing
 
 MIN_REPEATS, MAX_REPEATS = 3, 50
-COPY_BYTES = 256 << 20  # past the caches of processors and of large GPUs
+COPY_BYTES = 256 << 20  # past the caches of processors
+GPU_COPY_BYTES = 1 << 30  # and so much that a GPU's start and end of a dispatch do not count
 SOFTWARE_COPY_BYTES = 64 << 20
 COPY_SECONDS = 0.5
 CACHE_BYTES = 256 << 20
@@ -80,7 +81,7 @@ def _time_software(device: Device, state: LayerState, cell: Cell, seconds: float
 def _gpu_timing(device: Device, state: LayerState, rows: int, layers: int, calls: float) -> Timing | None:
     """GPU time of a layer; None without timestamps, or where the rows need several submissions."""
     engine = device.engine
-    if not hasattr(engine, "time_plan") or rows > block_rows(state.geometry, engine.limits):
+    if not hasattr(engine, "time_plan") or rows > block_rows(state.geometry, engine.limits, engine.path):
         return None
     residents = [engine.upload(state.geometry, state.planes) for _ in range(layers)]
     repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(calls / layers)))
@@ -94,7 +95,7 @@ def copy_bandwidth(device: Device) -> tuple[float, Clock]:
     engine = device.engine
     if hasattr(engine, "copy_bandwidth"):
         found: tuple[float, Clock] = engine.copy_bandwidth(
-            SOFTWARE_COPY_BYTES if device.software else COPY_BYTES
+            SOFTWARE_COPY_BYTES if device.software else GPU_COPY_BYTES
         )
         return found
     source = np.ones(COPY_BYTES // 8, np.float64)

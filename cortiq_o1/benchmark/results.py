@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..geometry import Geometry
-from ..kernels import PLANES, STATE_PLANES, Sizes
+from ..planes import PLANES, STATE_PLANES, Sizes
 
 FORMAT, VERSION = "cortiq-o1-bench", 1
 
@@ -141,7 +141,10 @@ class Crossover:
     context: int
 
     def __str__(self) -> str:
-        return {"at": "", "below": "under ", "above": "over "}[self.relation] + f"{self.context:,}"
+        if self.relation == "at":
+            # Two figures: it comes from two times that each vary by some per cent.
+            return f"about {round(self.context, 2 - len(str(self.context))):,}"
+        return {"below": "under ", "above": "over "}[self.relation] + f"{self.context:,}"
 
     def to_dict(self) -> dict[str, Any]:
         return {"relation": self.relation, "context": self.context}

@@ -118,7 +118,7 @@ class Suite:
             try:
                 _DeviceRun(self, result, now + share, step).run(open_device(candidate))
             except (CortiqError, MemoryError) as error:
-                result.problem, result.failed = _reason(error), True
+                result.problem, result.failed = reason(error), True
         return self.report
 
 
@@ -169,7 +169,7 @@ class _DeviceRun:
         cell = Cell(context, rows)
         try:
             # Before the state is made: the host may have no room for what the device refuses.
-            chunk_rows(geometry, rows, device.engine.limits)
+            chunk_rows(geometry, rows, device.path, device.engine.limits)
             remaining = self.end - time.perf_counter()
             needed = (measure.MIN_REPEATS + 1) * self._expected(geometry, rows)
             if remaining <= 0 or needed > remaining:
@@ -188,7 +188,7 @@ class _DeviceRun:
             # Without room for one context others still fit; a device that fails has no more to say.
             if isinstance(error, DeviceError) and not isinstance(error, MemoryError):
                 raise
-            cell.problem = _reason(error)
+            cell.problem = reason(error)
         self.result.cells.append(cell)
 
     def _expected(self, geometry: Geometry, rows: int) -> float:
@@ -204,5 +204,6 @@ class _DeviceRun:
         return cell.wall.median * max(1.0, geometry.window / keys) * max(1.0, rows / cell.rows)
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """What an exception says, or what it is called if it says nothing."""
     return str(error) or type(error).__name__

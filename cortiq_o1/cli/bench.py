@@ -1,9 +1,10 @@
-"""`cortiq-o1 bench`: the sealed layer beside exact attention, on each adapter of the machine."""
+"""`cortiq-o1 bench`: the sealed layer beside exact attention, or path beside path, on each adapter."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,16 +12,19 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..benchmark import PRESETS, Report, Settings, Suite, find_preset
+from ..benchmark import PRESETS, PathReport, PathSuite, Report, Settings, Suite, find_preset
 from ..benchmark.suite import Step
+from ..devices import chosen_path
 from ..errors import ArgumentError
-from . import svg
+from ..paths import PATHS
+from . import bench_paths, svg
 from .bench_report import render
 from .choice import choose
 from .plan import integers
 from .report import err_console, write_json
 
 CONTEXTS, ROWS = (1024, 4096, 16384, 65536), (1, 64, 128)
+PATH_ROWS = (1, 16, 64)
 BUDGET_SECONDS = 180.0
 
 
@@ -31,8 +35,10 @@ def register(subparsers: Any) -> None:
         help="time a token and rows a second beside exact attention",
         description=(
             "Times a sealed layer beside exact attention by the same kernels, over every context given, "
-            "and compares its outputs with exact attention on real data."
+            "and compares its outputs with exact attention on real data. With --paths it times the sealed "
+            "layer on every path instead."
         ),
+        epilog="CORTIQ_O1_PATH forces a path; with --paths it leaves a single one.",
     )
     parser.add_argument(
         "--device",
@@ -48,7 +54,16 @@ def register(subparsers: Any) -> None:
         "--contexts", type=integers, default=CONTEXTS, metavar="N,N,...", help=_default(CONTEXTS)
     )
     parser.add_argument(
-        "--rows", type=integers, default=ROWS, metavar="N,N,...", help=f"rows of a call; {_default(ROWS)}"
+        "--rows",
+        type=integers,
+        metavar="N,N,...",
+        help=f"rows of a call; {_default(ROWS)}, with --paths {','.join(map(str, PATH_ROWS))}",
+    )
+    parser.add_argument("--paths", action="store_true", help="time all paths side by side, sealed layer only")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="with --paths: also each kernel's time, by timestamps where they work",
     )
     for name, default in (("window", 2048), ("sinks", 4), ("landmarks", 32)):
         parser.add_argument(
@@ -56,10 +71,14 @@ def register(subparsers: Any) -> None:
             type=int,
             default=default,
             metavar="N",
-            help=f"of the sealed layer; default {default}",
+            help=f"of the layer that is timed; default {default}",
         )
     parser.add_argument(
-        "--ridge", type=float, default=1e-6, metavar="R", help="of the seal over real data; default 1e-6"
+        "--ridge",
+        type=float,
+        default=1e-6,
+        metavar="R",
+        help="of the seal over real data, whose window and landmarks are fixed; default 1e-6",
     )
     parser.add_argument(
         "--budget",
@@ -81,22 +100,36 @@ def _default(values: tuple[int, ...]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, then prints; an interruption prints what is there."""
+    chosen_path()  # an unknown one is wrong usage, not each device's failure
     preset = find_preset(args.preset)
     geometry = preset.geometry(args.window, args.sinks, args.landmarks)
     settings = Settings(
         preset,
         geometry,
         tuple(sorted(set(args.contexts))),
-        tuple(sorted(set(args.rows))),
+        tuple(sorted(set(args.rows or (PATH_ROWS if args.paths else ROWS)))),
         args.budget,
         args.ridge,
     )
-    if args.svg and not args.svg.parent.is_dir():
-        raise ArgumentError(f"--svg: {args.svg}: no such directory")
+    if args.profile and not args.paths:
+        raise ArgumentError("--profile: expected with --paths")
+    if args.svg and args.paths:
+        raise ArgumentError("--svg: draws time against context, which --paths does not measure")
+    if args.svg and (args.svg.is_dir() or not os.access(args.svg.parent, os.W_OK)):
+        # Before minutes of measuring, not after.
+        raise ArgumentError(f"--svg: {args.svg}: cannot be written")
     candidates = choose(args.device)
-    suite = Suite(settings)
+    if "all" in args.device and all(info.backend == "cpu" for info in candidates):
+        err_console().print(
+            "note: no GPU adapter here, only the CPU; `cortiq-o1 adapters` says why. Mesa's software driver "
+            "for Vulkan: apt-get install mesa-vulkan-drivers libvulkan1",
+            style="yellow",
+            soft_wrap=True,
+        )
+    suite = PathSuite(settings, args.profile) if args.paths else Suite(settings)
+    steps = len(PATHS) * len(settings.rows) if args.paths else settings.steps
     try:
-        with _progress(settings.steps * sum(not info.problem for info in candidates)) as step:
+        with _progress(steps * sum(not info.problem for info in candidates)) as step:
             suite.run(candidates, step)
     except KeyboardInterrupt:
         suite.report.interrupted = True
@@ -122,15 +155,17 @@ def _progress(steps: int) -> Iterator[Step]:
         yield lambda text: progress.update(task, description=text, completed=next(begun))
 
 
-def finish(report: Report, args: argparse.Namespace) -> int:
+def finish(report: Report | PathReport, args: argparse.Namespace) -> int:
     """Writes and prints a report; returns the exit code."""
-    if args.svg:
-        args.svg.write_text(svg.draw(report, report.rows[0]), encoding="utf-8")
-        err_console().print(f"drawn: {args.svg}", soft_wrap=True)
     if args.json:
         write_json(report.to_dict())
+    elif isinstance(report, PathReport):
+        bench_paths.render(report)
     else:
         render(report)
+    if args.svg and isinstance(report, Report):  # last, so that a full disk costs the picture alone
+        args.svg.write_text(svg.draw(report, report.rows[0]), encoding="utf-8")
+        err_console().print(f"drawn: {args.svg}", soft_wrap=True)
     if report.interrupted:
         err_console().print(
             "cortiq-o1 bench: interrupted; the above is what was measured", style="red", soft_wrap=True

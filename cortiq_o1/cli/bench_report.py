@@ -115,9 +115,9 @@ def _render_times(console: Console, report: Report, device: DeviceResult) -> Non
                 (
                     f"{rows}",
                     f"{context:,}",
-                    _time(sealed, sealed_time) if apart else "exact",
+                    timing_text(sealed, sealed_time) if apart else "exact",
                     _rate(rows, sealed_time) if apart else NONE,
-                    _time(exact, exact_time),
+                    timing_text(exact, exact_time),
                     _rate(rows, exact_time),
                     ratio(exact_time.median / sealed_time.median)
                     if apart and exact_time and sealed_time
@@ -201,6 +201,15 @@ def _render_quality(console: Console, devices: Sequence[DeviceResult]) -> None:
         ),
         [(name, percent(e.rms), percent(e.median), percent(e.worst)) for name, e in body],
     )
+    if first.sealed.rms > first.window_only.rms:
+        print_lines(
+            console,
+            [
+                "Here the far field does worse than none, in the mean of squares: a larger --ridge tames it, "
+                "at the cost of a far field that follows the prompt less closely.",
+                "",
+            ],
+        )
 
 
 def _render_summary(console: Console, report: Report) -> None:
@@ -216,7 +225,7 @@ def _render_summary(console: Console, report: Report) -> None:
             (
                 device.name,
                 device.backend + (" (software)" if device.software else ""),
-                _time(cell, cell.timing(device.clock) if cell else None),
+                timing_text(cell, cell.timing(device.clock) if cell else None),
                 "GPU" if device.clock == "gpu" else "wall",
                 str(found) if found else NONE,
                 percent(device.quality.sealed.rms) if device.quality else NONE,
@@ -237,7 +246,8 @@ def _render_summary(console: Console, report: Report) -> None:
     )
 
 
-def _time(cell: Cell | None, timing: Timing | None) -> str:
+def timing_text(cell: Cell | None, timing: Timing | None) -> str:
+    """A cell's time and spread, or why there is none."""
     if timing:
         return f"{seconds(timing.median)} ±{percent(timing.spread / 2)}"
     if cell and cell.left_out_s is not None:

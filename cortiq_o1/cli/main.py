@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol, TextIO
@@ -67,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure:
             reconfigure(errors="backslashreplace")
+    # Mesa's drivers complain on standard error, once each, where a desktop has not set this.
+    os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
     prog = "cortiq-o1"
     try:
         args = make_parser().parse_args(argv)

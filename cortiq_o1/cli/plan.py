@@ -7,9 +7,12 @@ import sys
 from typing import Any
 
 from ..benchmark.presets import PRESETS, find_preset
+from ..devices import chosen_path
 from ..errors import ArgumentError
 from ..geometry import RECTS, Geometry
-from ..planning import PATHS, Barrier, Dispatch, Plan, base_plane, plan
+from ..paths import PATHS
+from ..planning import PRECISIONS, Limits, plan
+from ..plans import Barrier, Dispatch, Plan, base_plane
 from .report import Column, byte_size, count_of, out_console, print_lines, print_table
 
 _SIZES = ("num_heads", "num_kv_heads", "head_dim", "value_dim", "window", "sinks", "landmarks")
@@ -25,7 +28,15 @@ def register(subparsers: Any) -> None:
     add_geometry_options(parser)
     parser.add_argument("--rows", type=int, default=1, metavar="N", help="rows of the call (default 1)")
     parser.add_argument("--no-commit", action="store_true", help="leave the state where it is")
-    parser.add_argument("--path", choices=PATHS, default="auto", help="which kernels (default auto)")
+    parser.add_argument(
+        "--path", choices=PATHS, default="auto", help="which kernels (default auto, or CORTIQ_O1_PATH)"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default="exact",
+        help="of the matrix products; fast takes a device with 16-bit floats for granted (default exact)",
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="the plan as JSON, as `Plan.from_json` reads it")
     form.add_argument("--mermaid", action="store_true", help="the plan as a Mermaid flowchart")
@@ -73,7 +84,14 @@ def geometry_of(args: argparse.Namespace) -> Geometry:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan."""
-    made = plan(geometry_of(args), args.rows, commit=not args.no_commit, path=args.path)
+    made = plan(
+        geometry_of(args),
+        args.rows,
+        commit=not args.no_commit,
+        path=chosen_path(args.path),
+        limits=Limits(float16=args.precision == "fast"),
+        precision=args.precision,
+    )
     if args.json:
         sys.stdout.write(made.to_json() + "\n")
     elif args.mermaid:

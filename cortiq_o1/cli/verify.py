@@ -15,6 +15,7 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .._version import __version__
+from ..devices import chosen_path
 from ..verification.suite import Cases, Cell, Failure, Level, Suite, Target, Tell, rows_of, targets
 from .choice import choose
 from .report import Column, count_of, err_console, out_console, print_lines, print_table, write_json
@@ -28,11 +29,14 @@ def register(subparsers: Any) -> None:
         "verify",
         help="check every kernel and whole layers on each adapter",
         description=(
-            "Runs every kernel against its NumPy twin and whole layers against a float64 reference. Each "
-            "figure is the worst error as a part of what float32 rounding explains, then the worst error "
-            "itself, relative to values above 1."
+            "Runs every kernel against its NumPy twin and whole layers, on every path, against a float64 "
+            "reference. Each figure is the worst error as a part of what rounding explains, then the worst "
+            "error itself, relative to values above 1."
         ),
-        epilog="Exit code 1 if a check or a device fails, 3 if no device can be opened.",
+        epilog=(
+            "CORTIQ_O1_PATH leaves a single path. Exit code 1 if a check or a device fails, 3 if no device "
+            "can be opened."
+        ),
     )
     parser.add_argument(
         "--device",
@@ -60,6 +64,7 @@ def _seed(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Checks, then prints; an interruption prints what is there."""
+    chosen_path()  # an unknown one is wrong usage, not each device's failure
     level: Level = args.level
     cases = Cases.of(level, args.seed, args.case)
     columns = [target for info in choose(args.device) for target in targets(info)]
@@ -77,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if suite.interrupted:
         err_console().print("cortiq-o1 verify: interrupted; the above is what was checked", style="red")
         return 130
-    if not any(target.device for target in columns):
+    if not any(target.devices for target in columns):
         return 3
     return 1 if suite.failed else 0
 
@@ -104,16 +109,17 @@ def render(suite: Suite, seconds: float) -> None:
     """Prints the matrices, the failures and how to repeat them, and a last line that says it all."""
     console = out_console()
     print_lines(console, [*(_about(target) for target in suite.targets), _versions(), ""])
-    checked = [t for t in suite.targets if t.device is not None]
-    kernels, layers = rows_of(checked)
+    checked = [t for t in suite.targets if t.devices]
+    kernels, layers, paths = rows_of(checked)
     for title, rows, cells in (
         ("Kernels against their twins", kernels, [t.kernels for t in checked]),
-        ("Layers against float64", layers, [t.layers for t in checked]),
+        ("Layers against float64, the worst of all paths", layers, [t.layers for t in checked]),
+        ("The same by path, the worst of all layers", paths, [t.paths for t in checked]),
     ):
         shown = [(t, c) for t, c in zip(checked, cells, strict=True) if c]
         if rows and shown:
             columns = [Column("worst of the bound, worst error"), *(Column(t.label) for t, _ in shown)]
-            table = [[row, *(_text(c.get(row)) for _, c in shown)] for row in rows]
+            table = [[row, *(_text(c.get(row), t.unavailable.get(row)) for t, c in shown)] for row in rows]
             styles = ["red" if any(c[row].failed for _, c in shown if row in c) else "" for row in rows]
             print_table(console, columns, table, title, styles)
     for failure in suite.failures[:_SHOWN_FAILURES]:
@@ -161,9 +167,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _text(cell: Cell | None) -> str:
+def _text(cell: Cell | None, lacking: str | None) -> str:
     if cell is None:
-        return "-"
+        return f"no {lacking}" if lacking else "-"
     mark = "FAIL" if cell.failed else "ok"
     worst = cell.worst
     if worst.error == 0.0 and worst.ratio == 0.0:
@@ -175,7 +181,7 @@ def _text(cell: Cell | None) -> str:
 def _verdict(suite: Suite, seconds: float) -> str:
     cells = [c for t in suite.targets for c in (*t.kernels.values(), *t.layers.values())]
     checks, failed = sum(c.checks for c in cells), sum(c.failed for c in cells)
-    devices = sum(t.device is not None for t in suite.targets)
+    devices = sum(bool(t.devices) for t in suite.targets)
     text = f"{count_of(checks, 'check')} in {count_of(devices, 'column')}, {seconds:.0f} s: "
     broken = [t.label for t in suite.targets if t.problem and not t.unusable]
     if broken:

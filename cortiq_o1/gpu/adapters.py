@@ -9,10 +9,12 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import DeviceError
-from ..kernels import KERNELS, LANES
+from ..kernels import KERNELS
 from ..planning import Limits
 
 # WebGPU's default limits, all of them: wgpu grants everything that the adapter has where a limit is
@@ -62,7 +64,7 @@ FEATURES: dict[str, str] = {
     "subgroups": "subgroups",
 }
 """Features worth telling, by the names that backends use for them."""
-REQUESTED_FEATURES: tuple[str, ...] = ("timestamp-query",)
+REQUESTED_FEATURES: tuple[str, ...] = ("timestamp-query", "shader-f16")
 
 _BACKENDS = {
     "vulkan": "vulkan",
@@ -78,6 +80,13 @@ BACKENDS: tuple[str, ...] = ("vulkan", "metal", "d3d12", "gl")
 _KINDS = {"discretegpu": "discrete", "integratedgpu": "integrated", "cpu": "cpu"}
 KINDS: tuple[str, ...] = ("discrete", "integrated", "other", "cpu")
 """Kinds of adapter by preference."""
+BUSY_WORKGROUPS: Mapping[str, int] = MappingProxyType({"discrete": 264, "integrated": 64, "other": 64})
+"""Workgroups that keep an adapter busy, by kind: work is split into about as many.
+
+No API tells how many a GPU runs at once. Two for each of the 132 multiprocessors of a large card are its
+one full wave, and a small card is only given a second wave; a GPU beside the processor has some tens of
+units. Nobody knows what "other" is; with few splits it loses less.
+"""
 # Some software renderers do not report themselves as a CPU on every backend.
 _SOFTWARE_NAMES = ("llvmpipe", "lavapipe", "swiftshader", "softpipe", "basic render", "warp")
 
@@ -121,8 +130,8 @@ def limits_problem(limits: Mapping[str, int]) -> str | None:
     """Why an adapter with these limits cannot run the kernels, if so."""
     needs = {
         "max-storage-buffers-per-shader-stage": max(len(k.bindings) for k in KERNELS.values()),
-        "max-compute-invocations-per-workgroup": LANES,
-        "max-compute-workgroup-size-x": LANES,
+        "max-compute-invocations-per-workgroup": max(prod(k.workgroup) for k in KERNELS.values()),
+        "max-compute-workgroup-size-x": max(k.workgroup[0] for k in KERNELS.values()),
         "max-compute-workgroup-storage-size": max(k.shared_bytes for k in KERNELS.values()),
         "max-compute-workgroups-per-dimension": DEFAULT_LIMITS["max-compute-workgroups-per-dimension"],
         "max-dynamic-uniform-buffers-per-pipeline-layout": 1,
@@ -299,7 +308,16 @@ def device_limits(device: Any) -> Limits:
     """What a device grants to the planner."""
     have = device.limits
     largest = min(int(have["max-storage-buffer-binding-size"]), int(have["max-buffer-size"]), LARGEST_BUFFER)
-    return Limits(binding_bytes=largest // 16 * 16)
+    return Limits(
+        binding_bytes=largest // 16 * 16,
+        workgroups=busy_workgroups(describe(device.adapter)),
+        float16="shader-f16" in device.features,
+    )
+
+
+def busy_workgroups(info: AdapterInfo) -> int:
+    """About how many workgroups keep an adapter busy: of a software renderer two a core."""
+    return 2 * (os.cpu_count() or 1) if info.software else BUSY_WORKGROUPS.get(info.kind, 64)
 
 
 def timestamp_period(device: Any) -> float | None:

@@ -115,10 +115,11 @@ class Context:
             return pipeline, pipeline.get_bind_group_layout(0)
 
     def warm_up(self) -> None:
-        """Compiles every kernel now instead of at its first use."""
+        """Compiles every kernel that the device can run now instead of at its first use."""
         with self.lock:
             for kernel in KERNELS:
-                self.pipeline(kernel)
+                if not shaders.missing_features(self.device, kernel):
+                    self.pipeline(kernel)
 
     def encoder(self, label: str) -> Any:
         """A new command encoder."""

@@ -10,28 +10,37 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Float32
-from ..errors import ArgumentError, DeviceLostError, StateError
+from ..errors import ArgumentError, ArgumentTypeError, DeviceLostError, StateError
 from ..geometry import Geometry
-from ..kernels import KERNELS, MOVING_PLANES, PLANES, STATE_PLANES, Params, Sizes
+from ..kernels import KERNELS, Params
+from ..paths import ATTEND, COMMIT, EVICT
+from ..planes import MOVING_PLANES, OWN_PLANES, PLANES, STATE_PLANES, Sizes
 from ..planning import (
-    SHADOW,
     Limits,
-    Plan,
     block_rows,
     check_plane,
+    check_precision,
     check_state_fits,
     commit_plan,
     plan,
-    plane_bytes,
 )
+from ..plans import SHADOW, Plan, plane_bytes
 from .buffers import STORAGE
 from .context import Context, context_of
 from .isolated import run_isolated
 from .recording import Recorder, Resident, Step, blocks, record
-from .timing import MOST_PASSES, Clock, Stopwatch, Timing
+from .timing import MOST_PASSES, Clock, KernelTime, Profile, Stopwatch, Timing
 
 _INPUTS = ("q", "k_rows", "v_rows")
-_PENDING = {"k_rows": "spec_k", "v_rows": "spec_v"}
+_KEPT = {"q": "spec_q", "k_rows": "spec_k", "v_rows": "spec_v"}
+
+
+def _kept_rows(path: str) -> dict[str, str]:
+    """The row planes that an uncommitted call keeps, and where: those that a commit reads."""
+    taken = ATTEND if path == "auto" else (path,)
+    kernels = [kernel for p in taken for kernel in (EVICT[p], *COMMIT[p])]
+    read = {binding.name for kernel in kernels for binding in KERNELS[kernel].bindings}
+    return {row: kept for row, kept in _KEPT.items() if row in read}
 
 
 class GpuEngine:
@@ -40,12 +49,16 @@ class GpuEngine:
     Args:
         device: an open device of wgpu, or of wgpudawn, which has the same interface.
         path: the planner's path, see `planning.plan`.
+        precision: "fast" rounds the operands of the matrix products to float16 where the device has
+            such numbers; `precision` afterwards says what is in force.
     """
 
-    def __init__(self, device: Any, path: str = "auto") -> None:
+    def __init__(self, device: Any, path: str = "auto", precision: str = "exact") -> None:
         self.context: Context = context_of(device)
         self.path = path
         self.limits: Limits = self.context.limits
+        self.precision = check_precision(precision) if self.limits.float16 else "exact"
+        self._pending = _kept_rows(path)
         self._recorder = Recorder(self.context)
 
     def upload(self, geometry: Geometry, planes: Mapping[str, npt.NDArray[Any]]) -> Resident:
@@ -65,7 +78,7 @@ class GpuEngine:
             return Resident(geometry, buffers)
 
     def read(self, resident: Resident) -> dict[str, np.ndarray]:
-        """Copies of the state planes as they are now, in the shapes of `kernels.PLANES`."""
+        """Copies of the state planes as they are now, in the shapes of `planes.PLANES`."""
         sizes = Sizes.of(resident.geometry)
         found = {name: np.empty(PLANES[name].dims(sizes), PLANES[name].dtype) for name in STATE_PLANES}
         with self.context.lock:
@@ -83,7 +96,9 @@ class GpuEngine:
     ) -> tuple[Float32, float | None]:
         """`attend`, and the GPU's nanoseconds in its compute passes, None where they cannot be told."""
         with self.context.lock:
-            watch = Stopwatch(self.context, -(-len(q) // block_rows(resident.geometry, self.limits)))
+            watch = Stopwatch(
+                self.context, -(-len(q) // block_rows(resident.geometry, self.limits, self.path))
+            )
             out = self._attend(resident, (q, k, v), commit, watch)
             spent = watch.nanoseconds()
             return out, None if spent is None else sum(spent)
@@ -94,7 +109,7 @@ class GpuEngine:
             raise StateError(f"commit: {rows} rows, {resident.pending} are kept")
         with self.context.lock:
             if rows:
-                todo = commit_plan(resident.geometry, rows, self.limits)
+                todo = commit_plan(resident.geometry, rows, self.path, self.limits)
                 steps = self._recorder.steps(todo, resident, {})
                 for part in blocks(todo):
                     self._run(steps[part], "commit")
@@ -109,10 +124,11 @@ class GpuEngine:
         Raises:
             ArgumentError: a buffer is foreign, too small, no storage buffer, or shared with the
                 output; nothing has been recorded.
+            ArgumentTypeError: `compute_pass` is none.
             GeometryError: so many rows pass the device's limits.
         """
         with self.context.lock:
-            todo = plan(resident.geometry, rows, commit, self.path, self.limits)
+            todo = plan(resident.geometry, rows, commit, self.path, self.limits, self.precision)
             given = {"q": q_buffer, "k_rows": k_buffer, "v_rows": v_buffer, "out": out_buffer}
             self._check_buffers(todo, compute_pass, given)
             if not commit:
@@ -150,18 +166,16 @@ class GpuEngine:
         the layers of a model would, and each repeat's time is theirs together.
         """
         residents = [resident] if isinstance(resident, Resident) else list(resident)
-        geometry = residents[0].geometry
-        todo = plan(geometry, rows, commit, self.path, self.limits)
         with self.context.lock:
-            rng = np.random.default_rng(0)
-            for one in residents:
-                if not commit:
-                    self._keep_room(one, rows)
-                self._recorder.steps(todo, one, {})
-            inputs = {n: rng.standard_normal(PLANES[n].dims(todo.sizes), np.float32) for n in _INPUTS}
-            self.context.upload([(self._row_buffer(todo, n), a) for n, a in inputs.items()], "upload of rows")
-            steps = [step for one in residents for step in self._recorder.steps(todo, one, {})]
-            return self._time(steps, repeats)
+            return self._time(self._timed_steps(residents, rows, commit), repeats)
+
+    def profile_plan(self, resident: Resident, rows: int, commit: bool = True, repeats: int = 5) -> Profile:
+        """Times each dispatch of `rows` rows alone, one compute pass a dispatch; the state moves.
+
+        A pass has a beginning and an end of its own, so the sum is more than `time_plan` tells.
+        """
+        with self.context.lock:
+            return self._profile(self._timed_steps([resident], rows, commit), max(1, repeats))
 
     def copy_bandwidth(self, nbytes: int = 64 << 20, repeats: int = 5) -> tuple[float, Clock]:
         """Bytes read plus bytes written a second by `o1c_copy` between two buffers, and the clock."""
@@ -187,7 +201,7 @@ class GpuEngine:
         self, resident: Resident, inputs: tuple[Float32, ...], commit: bool, watch: Stopwatch | None
     ) -> Float32:
         geometry, rows = resident.geometry, len(inputs[0])
-        most = block_rows(geometry, self.limits)
+        most = block_rows(geometry, self.limits, self.path)
         out = np.empty((rows, geometry.num_heads, geometry.value_dim or 0), np.float32)
         if rows <= most:
             self._attend_block(resident, inputs, out, commit, watch, 0)
@@ -207,9 +221,9 @@ class GpuEngine:
             fork = self._fork(resident)
             self._attend_blocks(fork, inputs, out, most, watch)
             kept = [
-                (resident.buffers[_PENDING[n]], a)
+                (resident.buffers[self._pending[n]], a)
                 for n, a in zip(_INPUTS, inputs, strict=True)
-                if n in _PENDING
+                if n in self._pending
             ]
             self.context.upload(kept, "upload of rows")
         resident.pending = 0 if commit else rows
@@ -232,7 +246,7 @@ class GpuEngine:
         watch: Stopwatch | None, number: int,
     ) -> None:  # fmt: skip
         context = self.context
-        todo = plan(resident.geometry, len(out), commit, self.path, self.limits)
+        todo = plan(resident.geometry, len(out), commit, self.path, self.limits, self.precision)
         if not commit:
             self._keep_room(resident, len(out))
         # All that may fail for want of memory or of a compiler comes before the state moves.
@@ -280,13 +294,65 @@ class GpuEngine:
         # A GPU that was busy longer than the clock on the wall ran does not know its own period.
         if spent is not None and sum(spent) <= 1.1e9 * elapsed:
             return Timing("gpu", tuple(t * 1e-9 for t in spent))
-        seconds = []
-        for _ in range(repeats):
+        return Timing("wall", tuple(self._walled(steps, "timing") for _ in range(repeats)))
+
+    def _timed_steps(self, residents: Sequence[Resident], rows: int, commit: bool) -> list[Step]:
+        """The steps of a call on each resident, over random rows that are on the device already."""
+        todo = plan(residents[0].geometry, rows, commit, self.path, self.limits, self.precision)
+        rng = np.random.default_rng(0)
+        for one in residents:
+            if not commit:
+                self._keep_room(one, rows)
+            self._recorder.steps(todo, one, {})
+        inputs = {n: rng.standard_normal(PLANES[n].dims(todo.sizes), np.float32) for n in _INPUTS}
+        self.context.upload([(self._row_buffer(todo, n), a) for n, a in inputs.items()], "upload of rows")
+        return [step for one in residents for step in self._recorder.steps(todo, one, {})]
+
+    def _profile(self, steps: list[Step], repeats: int) -> Profile:
+        self._run(steps, "warm-up")
+        self.context.flush("warm-up")
+        clock: Clock = "gpu"
+        rounds = [self._stamped_each(steps) for _ in range(repeats)]
+        if not all(rounds):
+            clock, rounds = "wall", [self._walled_each(steps) for _ in range(repeats)]
+        each = zip(*(r for r in rounds if r), strict=True)
+        return Profile(clock, tuple(KernelTime(s.kernel, t) for s, t in zip(steps, each, strict=True)))
+
+    def _stamped_each(self, steps: list[Step]) -> tuple[float, ...] | None:
+        """GPU seconds of each step in a pass of its own, None where timestamps do not work."""
+        context = self.context
+        found: list[float] = []
+        for at in range(0, len(steps), MOST_PASSES):
+            part = steps[at : at + MOST_PASSES]
+            watch = Stopwatch(context, len(part))
+            encoder = context.encoder("o1.profile")
             begin = time.perf_counter()
-            self._run(steps, "timing", context.fence)
-            context.arrive("timing")
-            seconds.append(time.perf_counter() - begin)
-        return Timing("wall", tuple(seconds))
+            with context.translated("profile"):
+                for number, step in enumerate(part):
+                    compute_pass = encoder.begin_compute_pass(
+                        label=f"o1.{step.kernel}", timestamp_writes=watch.writes(number)
+                    )
+                    record([step], compute_pass)
+                    compute_pass.end()
+                watch.resolve(encoder)
+            context.submit(encoder, "profile")
+            context.flush("profile")
+            elapsed = time.perf_counter() - begin
+            spent = watch.nanoseconds()
+            if spent is None or sum(spent) > 1.1e9 * elapsed:
+                return None
+            found += [t * 1e-9 for t in spent]
+        return tuple(found)
+
+    def _walled_each(self, steps: list[Step]) -> tuple[float, ...]:
+        """Wall seconds of each step in a submission of its own."""
+        return tuple(self._walled([step], "profile") for step in steps)
+
+    def _walled(self, steps: list[Step], what: str) -> float:
+        begin = time.perf_counter()
+        self._run(steps, what, self.context.fence)
+        self.context.arrive(what)
+        return time.perf_counter() - begin
 
     def _row_buffer(self, todo: Plan, name: str) -> Any:
         return self.context.pool.get((name,), name, todo.planes[name])
@@ -294,10 +360,10 @@ class GpuEngine:
     def _keep_room(self, resident: Resident, rows: int) -> None:
         """Room for the rows of an uncommitted call, in buffers of the layer's own; forgets earlier ones."""
         sizes = Sizes.of(resident.geometry, rows)
-        for name in _PENDING.values():
+        for name in self._pending.values():
             check_plane(name, sizes, self.limits)
         grown = {}
-        for name in _PENDING.values():
+        for name in self._pending.values():
             have, need = resident.buffers.get(name), plane_bytes(name, sizes)
             if have is None or have.size < need:
                 room = need if have is None else max(need, min(2 * have.size, self.limits.binding_bytes))
@@ -309,7 +375,8 @@ class GpuEngine:
         """A resident that moves in the other's stead, over copies of the planes that change."""
         context = self.context
         geometry = resident.geometry
-        buffers = {name: resident.buffers[name] for name in STATE_PLANES}
+        kept = (*STATE_PLANES, *OWN_PLANES)
+        buffers = {name: resident.buffers[name] for name in kept if name in resident.buffers}
         for name in MOVING_PLANES:
             shadow = SHADOW + name
             buffers[name] = context.pool.get((geometry, shadow), shadow, resident.buffers[name].size)
@@ -329,6 +396,8 @@ class GpuEngine:
 
     def _check_buffers(self, todo: Plan, compute_pass: Any, given: Mapping[str, Any]) -> None:
         device = self.context.device
+        if not hasattr(compute_pass, "dispatch_workgroups"):
+            raise ArgumentTypeError(f"compute_pass: {type(compute_pass).__name__}, expected a compute pass")
         if getattr(compute_pass, "_device", device) is not device:
             raise ArgumentError(f"compute_pass: of another device, expected one of {self.context.label}")
         for plane, buffer in given.items():

@@ -11,10 +11,12 @@ import numpy as np
 
 from ..geometry import Geometry
 from ..kernels import KERNELS, Grid
-from ..planning import BLOCK_ROWS, SHADOW, Dispatch, Plan, base_plane
+from ..planning import BLOCK_ROWS
+from ..plans import SHADOW, Dispatch, Plan, base_plane
 from .context import Context
 
-MOST_RECORDINGS = 512
+MOST_RECORDINGS, MOST_STEPS = 512, 1 << 16
+"""What a recorder keeps: a long call a row at a time has a thousand steps, most calls a dozen."""
 
 
 class Bound(NamedTuple):
@@ -71,6 +73,7 @@ class Recorder:
     def __init__(self, context: Context) -> None:
         self.context = context
         self._kept: OrderedDict[tuple[int, ...], tuple[Plan, list[Step]]] = OrderedDict()
+        self._steps = 0
         self._generation: tuple[int, int, int] | None = None
 
     def steps(self, plan: Plan, resident: Resident, rows: Mapping[str, Any]) -> list[Step]:
@@ -81,6 +84,9 @@ class Recorder:
         """
         context = self.context
         context.groups.tidy()
+        for name, nbytes in plan.planes.items():
+            if base_plane(name).role == "own" and name not in resident.buffers:
+                resident.buffers[name] = context.memory.create(name, nbytes)
         given = {**resident.buffers, **rows}
         key = (id(plan), *(context.groups.serial(b) for b in given.values()))
         if context.generation == self._generation:
@@ -92,10 +98,13 @@ class Recorder:
         steps = self._resolve(plan, given, set(rows))
         if context.generation != self._generation:
             self._kept.clear()
+            self._steps = 0
             self._generation = context.generation
         self._kept[key] = (plan, steps)
-        if len(self._kept) > MOST_RECORDINGS:
-            self._kept.popitem(last=False)
+        self._steps += len(steps)
+        while len(self._kept) > 1 and (len(self._kept) > MOST_RECORDINGS or self._steps > MOST_STEPS):
+            _, (_, oldest) = self._kept.popitem(last=False)
+            self._steps -= len(oldest)
         return steps
 
     def _resolve(self, plan: Plan, given: Mapping[str, Any], exact: set[str]) -> list[Step]:

@@ -112,6 +112,11 @@ def layout_entries(kernel: Kernel) -> list[dict[str, Any]]:
     return [params, *(entry(i, **storage(b)) for i, b in enumerate(kernel.bindings, 1))]
 
 
+def missing_features(device: Any, name: str) -> tuple[str, ...]:
+    """The optional features that a kernel needs and the device was opened without."""
+    return tuple(feature for feature in KERNELS[name].features if feature not in device.features)
+
+
 def _explain(name: str, message: str, expanded: bool) -> str:
     """The compiler's message with the file and line that its first position stands for."""
     message = message.strip().removeprefix("Validation Error").strip().removeprefix("Caused by:").strip()
@@ -138,9 +143,13 @@ def compile(device: Any, name: str, source: str | None = None) -> Any:
 
     Raises:
         ShaderError: it does not compile, or does not fit the table; names kernel and adapter and
-            quotes the compiler.
+            quotes the compiler. Or it needs a feature that the device was opened without.
         DeviceLostError: the device is gone.
     """
+    lacking = missing_features(device, name)
+    if lacking:
+        adapter = describe(device.adapter).label
+        raise ShaderError(f"{name} on {adapter}: needs {', '.join(lacking)}, which the device has not")
     code = "\n".join(line.text for line in _kernel_lines(name)) + "\n" if source is None else source
     step = "compile"
     try:

@@ -25,6 +25,26 @@ class Timing:
     seconds: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class KernelTime:
+    """Seconds of one dispatch of a plan in each repeat."""
+
+    kernel: str
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A plan's dispatches in order, each timed alone, and the clock that measured them.
+
+    "gpu" is the time of a compute pass that holds the one dispatch; "wall" that of a submission of
+    its own, from its recording to its completion, which for a short kernel is mostly not the kernel.
+    """
+
+    clock: Clock
+    kernels: tuple[KernelTime, ...]
+
+
 class Stopwatch:
     """The beginning and the end of up to `passes` compute passes by the GPU's own clock."""
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Float32
-from ..geometry import Geometry
+from ..geometry import MAX_LANDMARKS, MIN_LANDMARKS, Geometry
 
 Rows = tuple[Float32, Float32, Float32]
 """`q (T, nh, d)`, `k (T, G, d)`, `v (T, G, dv)`."""
@@ -19,6 +19,35 @@ Rows = tuple[Float32, Float32, Float32]
 _SPREAD = 0.15
 """Noise around a cluster's centre, as a part of the centre's own size."""
 REAL_ROWS = 1024
+
+
+Draw = Callable[[int, int], int]
+
+
+def drawer(rng: np.random.Generator) -> Draw:
+    """Draws whole numbers from a range, both ends included."""
+
+    def draw(low: int, high: int) -> int:
+        return int(rng.integers(low, high + 1))
+
+    return draw
+
+
+def random_geometry(draw: Draw, most: int) -> Geometry:
+    """Small heads and widths, windows and landmarks up to `most`."""
+    groups = draw(1, 3)
+    window = draw(1, most)
+    return Geometry(
+        num_heads=groups * draw(1, 5),
+        num_kv_heads=groups,
+        head_dim=4 * draw(1, 24),
+        value_dim=4 * draw(1, 24),
+        window=window,
+        sinks=draw(0, 5),
+        landmarks=draw(MIN_LANDMARKS, min(MAX_LANDMARKS, most)),
+        windows=tuple(draw(1, window) for _ in range(groups)) if draw(0, 1) else None,
+        rect="fm" if draw(0, 3) == 0 else "aggregate",
+    )
 
 
 def _gaussian(geometry: Geometry, rows: int, rng: np.random.Generator) -> Rows:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..geometry import MIN_LANDMARKS, Geometry
-from ..kernels import (
+from ..paths import PATHS
+from ..planes import (
     FLUSH_ROWS,
     LARGE,
     META_FAR_LEN,
@@ -25,9 +26,10 @@ from ..kernels import (
     T_RECENT,
     T_TOTAL,
 )
-from ..planning import Plan, base_plane, plan
+from ..planning import Limits, plan
+from ..plans import Plan, base_plane
 from ..sealing import seal
-from .inputs import RANDOM_KINDS, REAL, REAL_ROWS, make_rows
+from .inputs import RANDOM_KINDS, REAL, REAL_ROWS, drawer, make_rows, random_geometry
 
 Planes = dict[str, npt.NDArray[Any]]
 
@@ -61,6 +63,10 @@ class KernelCase:
     kind: str = "clustered"
     commit: bool = True
     seed: int = 0
+    path: str = "stages"
+    precision: str = "exact"
+    workgroups: int = 256
+    """What the keys are split for, see `planning.Limits`."""
 
     def describe(self) -> str:
         """All that it takes to build the case again."""
@@ -68,7 +74,8 @@ class KernelCase:
 
     def plan(self) -> Plan:
         """The call's plan."""
-        return plan(self.geometry, self.rows, self.commit)
+        limits = Limits(workgroups=self.workgroups, float16=True)
+        return plan(self.geometry, self.rows, self.commit, self.path, limits, self.precision)
 
     def planes(self) -> Planes:
         """Every plane of the plan before the call."""
@@ -158,29 +165,66 @@ def _picked() -> tuple[KernelCase, ...]:
     )  # fmt: skip
 
 
-PICKED: tuple[KernelCase, ...] = _picked()
+def _on_gemm(case: KernelCase) -> KernelCase:
+    return replace(case, name=f"{case.name}-gemm", path="gemm")
+
+
+_TOKEN_ROWS = 3
+_TOKEN_GROUPS = {
+    "ring-fills": (Group(head=5), Group(length=38, far_len=0)),
+    "far-closes": (Group(head=3, far_limit=79), Group(far_limit=77)),
+}
+"""Positions from which so few rows still come to the point of the case."""
+
+
+def _on_token(case: KernelCase) -> KernelCase:
+    """Fewer rows: each is a sub-chunk of its own there."""
+    groups = _TOKEN_GROUPS.get(case.name, case.groups)
+    rows = min(case.rows, _TOKEN_ROWS)
+    return replace(case, name=f"{case.name}-token", path="token", rows=rows, groups=groups)
+
+
+def _precise() -> tuple[KernelCase, ...]:
+    """The products with float16 operands: edges in every dimension, and none."""
+    odd = Geometry(6, 2, 20, 12, window=40, sinks=3, landmarks=8, windows=(17, 40))
+    even = Geometry(8, 2, 64, window=128, sinks=0, landmarks=8)
+    return tuple(
+        KernelCase(f"float16-{name}", geometry, rows, (Group(head=7),), kind, path="gemm", precision="fast")
+        for name, geometry, rows, kind in (
+            ("edges", odd, 17, "clustered"),
+            ("tiles", even, 64, "clustered"),
+            ("noise", even, 16, "gaussian"),
+        )
+    )
+
+
+def _splits() -> tuple[KernelCase, ...]:
+    """One row and many over keys in one split, in some, in more than there are keys for."""
+    long = Geometry(6, 2, 16, 24, window=400, sinks=4, landmarks=8)
+    return tuple(
+        KernelCase(
+            f"splits-{workgroups}-{path}", long, rows, (Group(head=333),), path=path, workgroups=workgroups
+        )
+        for workgroups in (1, 9, 4096)
+        for path, rows in (("token", 1), ("gemm", 20))
+    )
+
+
+PICKED: tuple[KernelCase, ...] = (
+    _picked()
+    + tuple(_on_gemm(case) for case in _picked())
+    + tuple(_on_token(case) for case in _picked())
+    + _precise()
+    + _splits()
+)
 
 
 def random_case(seed: int, number: int, most: int = 64) -> KernelCase:
     """The `number`-th random case of a seed: windows and landmarks up to `most`, small otherwise."""
     rng = np.random.default_rng([seed, number])
 
-    def draw(low: int, high: int) -> int:
-        return int(rng.integers(low, high + 1))
-
-    groups = draw(1, 3)
-    window = draw(1, most)
-    geometry = Geometry(
-        num_heads=groups * draw(1, 5),
-        num_kv_heads=groups,
-        head_dim=4 * draw(1, 20),
-        value_dim=4 * draw(1, 20),
-        window=window,
-        sinks=draw(0, 5),
-        landmarks=draw(MIN_LANDMARKS, min(64, most)),
-        windows=tuple(draw(1, window) for _ in range(groups)) if draw(0, 1) else None,
-        rect="fm" if draw(0, 3) == 0 else "aggregate",
-    )
+    draw = drawer(rng)
+    geometry = random_geometry(draw, most)
     positions = []
     for own in geometry.group_windows:
         far_len = int(rng.choice([0, 1, 300, FLUSH_ROWS - draw(1, 20)]))
@@ -189,8 +233,17 @@ def random_case(seed: int, number: int, most: int = 64) -> KernelCase:
         limit = NO_FAR_LIMIT if draw(0, 1) else far_len + draw(0, 20)
         used = geometry.landmarks if draw(0, 1) else draw(MIN_LANDMARKS, geometry.landmarks)
         positions.append(Group(length, draw(0, own - 1), far_len, limit, used))
-    rows = draw(1, min(SUB_ROWS + 10, 2 * geometry.min_window + 2))
-    kind = str(rng.choice(RANDOM_KINDS))
+    path = str(rng.choice([path for path in PATHS if path != "auto"]))
+    longest = 4 if path == "token" else SUB_ROWS + 10
     return KernelCase(
-        f"random-{seed}-{number}", geometry, rows, tuple(positions), kind, bool(draw(0, 3)), draw(0, 1 << 30)
+        f"random-{seed}-{number}",
+        geometry,
+        draw(1, min(longest, 2 * geometry.min_window + 2)),
+        tuple(positions),
+        str(rng.choice(RANDOM_KINDS)),
+        bool(draw(0, 3)),
+        draw(0, 1 << 30),
+        path,
+        "fast" if path == "gemm" and draw(0, 2) == 0 else "exact",
+        int(rng.choice([1, 16, 256])),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..cpu.executor import run_plan
 from ..kernels import KERNELS, Grid
-from ..planning import Dispatch
+from ..plans import Dispatch
 from .bounds import expected
 from .deviation import NONE, Array, Deviation, compare
 from .kernel_cases import KernelCase

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..geometry import MIN_LANDMARKS, Geometry
+from ..geometry import Geometry
 from ..sealing import seal
 from ..state import Fold, LayerState
-from .inputs import RANDOM_KINDS, REAL, Rows, make_rows, sawtooth
+from .inputs import RANDOM_KINDS, REAL, Rows, drawer, make_rows, random_geometry, sawtooth
 
 PARITY_ERROR = 2e-5
 """Worst error granted on the Metal kernels' own parity geometries, whatever their bounds."""
@@ -122,22 +122,8 @@ def random_case(seed: int, number: int, most: int = 64) -> LayerCase:
     """The `number`-th random case of a seed: windows and landmarks up to `most`, small otherwise."""
     rng = np.random.default_rng([seed, number, 1])
 
-    def draw(low: int, high: int) -> int:
-        return int(rng.integers(low, high + 1))
-
-    groups = draw(1, 3)
-    window = draw(1, most)
-    geometry = Geometry(
-        num_heads=groups * draw(1, 5),
-        num_kv_heads=groups,
-        head_dim=4 * draw(1, 24),
-        value_dim=4 * draw(1, 24),
-        window=window,
-        sinks=draw(0, 5),
-        landmarks=draw(MIN_LANDMARKS, min(64, most)),
-        windows=tuple(draw(1, window) for _ in range(groups)) if draw(0, 1) else None,
-        rect="fm" if draw(0, 3) == 0 else "aggregate",
-    )
+    draw = drawer(rng)
+    geometry = random_geometry(draw, most)
     prompt = geometry.exact_rows + draw(1, 8 * geometry.landmarks)
     sizes: list[int | tuple[int, int]] = []
     for _ in range(draw(1, 4)):

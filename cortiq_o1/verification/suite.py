@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from ..devices import Device, DeviceInfo, open_device
+from ..devices import Device, DeviceInfo
 from ..errors import ArgumentError, CortiqError, DeviceLostError
 from ..kernels import KERNELS
+from ..ways import DIRECT, open_ways
 from . import kernel_cases, layer_cases
 from .deviation import NONE, Deviation
 from .kernel_cases import KernelCase
@@ -59,19 +60,24 @@ class Failure:
 class Target:
     """A column of the matrix: something that computes, or the reason why it cannot.
 
-    `argument` is what `--device` calls it. `run_kernel` is None where there are no kernels to run
-    alone. A `problem` known beforehand (`unusable`) is no failure, any other one is.
+    `argument` is what `--device` calls it. `devices` are the ways to run a layer there, by name.
+    `run_kernel` is None where there are no kernels to run alone, and `unavailable` has those that need
+    a feature which is not there, with its name. A `problem` known beforehand (`unusable`) is no failure,
+    any other one is.
     """
 
     label: str
     argument: str
-    device: Device | None = None
+    devices: dict[str, Device] = field(default_factory=dict)
     run_kernel: RunKernel | None = None
+    unavailable: dict[str, str] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
     unusable: bool = False
     kernels: dict[str, Cell] = field(default_factory=dict)
     layers: dict[str, Cell] = field(default_factory=dict)
+    paths: dict[str, Cell] = field(default_factory=dict)
+    """The same checks as `layers`, by the way that they ran."""
 
     @property
     def failed(self) -> bool:
@@ -87,7 +93,9 @@ class Target:
             "problem": self.problem,
             "failed": self.failed,
             "kernels": {row: _cell_dict(cell) for row, cell in self.kernels.items()},
+            "unavailable": dict(self.unavailable),
             "layers": {row: _cell_dict(cell) for row, cell in self.layers.items()},
+            "paths": {row: _cell_dict(cell) for row, cell in self.paths.items()},
         }
 
 
@@ -106,12 +114,15 @@ def _cell_dict(cell: Cell) -> dict[str, Any]:
 
 
 def targets(info: DeviceInfo) -> list[Target]:
-    """Opens a listed device; the CPU has two columns, the direct path and the kernels' twins."""
+    """Opens a listed device; the CPU has two columns, the direct path and the kernels' twins.
+
+    Layers run on every path, or only on the one that `CORTIQ_O1_PATH` names.
+    """
     if info.adapter is None:
-        return [
-            target_of(open_device(info), "NumPy", "cpu"),
-            target_of(open_device(info, path="stages"), "NumPy twins", "cpu"),
-        ]
+        ways = open_ways(info)
+        direct = {name: ways.pop(name) for name in (DIRECT,) if name in ways}
+        columns = ((direct, "NumPy"), (ways, "NumPy twins"))
+        return [target_of(each, label, "cpu") for each, label in columns if each]
     # Equal cards in one machine differ in nothing but their number.
     label = info.label + (f" #{info.adapter.ordinal + 1}" if info.adapter.ordinal else "")
     target = Target(label, f"{info.backend}:{info.name}", info=info.to_dict())
@@ -119,16 +130,27 @@ def targets(info: DeviceInfo) -> list[Target]:
         target.problem, target.unusable = info.problem, True
         return [target]
     try:
-        return [target_of(open_device(info), label, target.argument)]
+        return [target_of(open_ways(info), label, target.argument)]
     except CortiqError as error:
         target.problem = str(error)
         return [target]
 
 
-def target_of(device: Device, label: str, argument: str) -> Target:
-    """The column of an open device."""
+def target_of(devices: dict[str, Device], label: str, argument: str) -> Target:
+    """The column of a device that is open in one or several ways."""
+    device = next(iter(devices.values()))
     alone = getattr(device.engine, "run_kernel", None)
-    return Target(label, argument, device, alone, device.info())
+    unavailable = {}
+    if alone is not None:
+        unavailable = {name: ", ".join(lacking) for name, lacking in _lacking(device).items()}
+    return Target(label, argument, devices, alone, unavailable, device.info())
+
+
+def _lacking(device: Device) -> dict[str, list[str]]:
+    """The kernels that need features which the device was opened without."""
+    have = device.gpu.features
+    needs = {name: [f for f in kernel.features if f not in have] for name, kernel in KERNELS.items()}
+    return {name: lacking for name, lacking in needs.items() if lacking}
 
 
 @dataclass(frozen=True)
@@ -153,7 +175,7 @@ class Cases:
                 + tuple(layer_cases.random_case(seed, n) for n in range(layers)),
             )
         kind, *numbers = only.split("-")
-        if kind == RANDOM_ROW and len(numbers) == 2 and all(n.isdigit() for n in numbers):
+        if kind == RANDOM_ROW and len(numbers) == 2 and all(n.isdecimal() for n in numbers):
             which = (int(numbers[0]), int(numbers[1]))
             return cls((kernel_cases.random_case(*which),), (layer_cases.random_case(*which),))
         found = cls(
@@ -193,7 +215,7 @@ class Suite:
             self._run_layer(stream)
 
     def _open(self) -> Iterator[Target]:
-        return (t for t in self.targets if t.problem is None and t.device is not None)
+        return (t for t in self.targets if t.problem is None and t.devices)
 
     def _run_kernels(self, case: KernelCase) -> None:
         able = [t for t in self._open() if t.run_kernel is not None]
@@ -202,7 +224,7 @@ class Suite:
         steps = trace(case)
         for target in able:
             for step in steps:
-                if target.problem is None:
+                if target.problem is None and step.dispatch.kernel not in target.unavailable:
                     self._run_step(target, case, step)
 
     def _run_step(self, target: Target, case: KernelCase, step: Step) -> None:
@@ -210,7 +232,8 @@ class Suite:
         assert run is not None
         row = step.dispatch.kernel
         found = self._guarded(target, lambda: check_step(step, run))
-        self._note(target, target.kernels, row, found, case)
+        target.kernels.setdefault(row, Cell()).add(found)
+        self._note(target, row, found, case)
 
     def _run_layer(self, case: LayerCase) -> None:
         able = list(self._open())
@@ -219,10 +242,14 @@ class Suite:
         known = truth(case)
         row = RANDOM_ROW if case.name.startswith(f"{RANDOM_ROW}-") else case.name
         for target in able:
-            device = target.device
-            assert device is not None
-            found = self._guarded(target, lambda device=device: check_layer(known, device))  # type: ignore[misc]
-            self._note(target, target.layers, row, found, case)
+            for way, device in target.devices.items():
+                if target.problem is None:
+                    found = self._guarded(target, lambda device=device: check_layer(known, device))  # type: ignore[misc]
+                    if len(target.devices) > 1:
+                        found = replace(found, where=f"{way}: {found.where}")
+                    target.layers.setdefault(row, Cell()).add(found)
+                    target.paths.setdefault(way, Cell()).add(found)
+                    self._note(target, row, found, case)
 
     def _guarded(self, target: Target, check: Callable[[], Deviation]) -> Deviation:
         """A check that raises has failed; a device that is lost fails all that would follow."""
@@ -234,16 +261,16 @@ class Suite:
         except Exception as error:  # a driver may raise anything, and its column must say so
             return Deviation(np.inf, np.inf, f"{type(error).__name__}: {error}")
 
-    def _note(
-        self, target: Target, cells: dict[str, Cell], row: str, found: Deviation, case: KernelCase | LayerCase
-    ) -> None:
-        cells.setdefault(row, Cell()).add(found)
+    def _note(self, target: Target, row: str, found: Deviation, case: KernelCase | LayerCase) -> None:
         if not found.passed:
             self.failures.append(Failure(target.label, row, case.name, found.where, case.describe()))
 
 
-def rows_of(targets: Sequence[Target]) -> tuple[list[str], list[str]]:
-    """The matrix's rows with anything in them: kernels in the table's order, layers in that of the cases."""
-    kernels = [name for name in KERNELS if any(name in t.kernels for t in targets)]
+def rows_of(targets: Sequence[Target]) -> tuple[list[str], list[str], list[str]]:
+    """The matrix's rows with anything in them: kernels in the table's order, layers in that of the
+    cases, ways to run a layer in theirs."""
+    ran = [t for t in targets if t.kernels]
+    kernels = [name for name in KERNELS if any(name in (*t.kernels, *t.unavailable) for t in ran)]
     layers = dict.fromkeys(row for t in targets for row in t.layers)
-    return kernels, list(layers)
+    paths = dict.fromkeys(way for t in targets for way in t.paths)
+    return kernels, list(layers), list(paths)
