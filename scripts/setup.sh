@@ -1,6 +1,6 @@
 #!/bin/sh
 # Usage: setup.sh VENV [EXTRA]
-# Makes the environment VENV if need be and installs the project into it, editable, with the extra.
+# Makes the environment VENV if need be and installs the project into it, editable, with the extras "cpu" and EXTRA.
 # PYTHON names the interpreter (default python3).
 set -eu
 
@@ -28,4 +28,4 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
 fi
 
 echo "Installing cortiq-o1 into $venv"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".${extra:+[$extra]}"
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[cpu${extra:+,$extra}]"

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from support import Rows, geometries, part, random_rows
 
 from cortiq_o1.cpu import near, work
-from cortiq_o1.cpu.direct import CHUNK_ROWS, DirectEngine
+from cortiq_o1.cpu.direct import CHUNK_ROWS, DirectEngine, _Blas
 from cortiq_o1.cpu.far import SAFE_RISE, far_stages
 from cortiq_o1.cpu.near import Scratch, add_values, scores
-from cortiq_o1.cpu.resident import DirectResident, Journal
+from cortiq_o1.cpu.resident import DirectResident, Journal, squares
 from cortiq_o1.errors import StateError
 from cortiq_o1.geometry import Geometry
-from cortiq_o1.kernels import (
+from cortiq_o1.planes import (
     FLUSH_ROWS,
     META_FAR_LEN,
     META_FAR_LIMIT,
@@ -425,3 +425,56 @@ def test_cut_products(
     want = 1 + weights.astype(float) @ keys.astype(float)
     size = np.abs(weights.astype(float)) @ np.abs(keys.astype(float))
     assert (np.abs(sums - want) <= 1e-6 * (1 + size)).all()
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_products_whole_and_cut_both_follow_the_reference(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, held: bool
+) -> None:
+    """With threadpoolctl products stay whole, without it they are cut."""
+    if held:
+        pytest.importorskip("threadpoolctl")
+    else:
+        monkeypatch.setattr("cortiq_o1.cpu.direct.find_blas", lambda: None)
+    geometry = Geometry(8, 2, 32, window=300, sinks=2, landmarks=16)
+    state = seal(*random_rows(rng, 400, geometry), geometry)
+    engine = DirectEngine()
+    assert (engine._blas is not None) is held
+    rows = random_rows(rng, 70, geometry)
+    assert_follows(engine, geometry, state.planes, rows, [64, 1, 5])
+
+
+def test_blas_gets_its_threads_back_after_the_last_engine() -> None:
+    class Library:
+        threads = 7
+
+        def get_num_threads(self) -> int:
+            return self.threads
+
+        def set_num_threads(self, count: int) -> None:
+            self.threads = count
+
+    library = Library()
+    blas = _Blas([library])
+    first, second = blas.held(), blas.held()
+    first.__enter__()
+    second.__enter__()
+    assert library.threads == 1
+    first.__exit__(None, None, None)
+    assert library.threads == 1
+    second.__exit__(None, None, None)
+    assert library.threads == 7
+    with pytest.raises(KeyError), blas.held():
+        raise KeyError
+    assert library.threads == 7
+
+
+def test_norms_follow_the_ring(rng: np.random.Generator) -> None:
+    """The bound that spares a pass over the logits must hold after commits and after what is undone."""
+    geometry = Geometry(4, 2, 8, window=20, sinks=2, landmarks=8)
+    state = seal(*random_rows(rng, 60, geometry), geometry)
+    engine = DirectEngine()
+    resident = engine.upload(geometry, state.planes)
+    for rows, commit in ((7, True), (30, False), (25, True), (3, False)):
+        engine.attend(resident, *random_rows(rng, rows, geometry), commit)
+        np.testing.assert_array_equal(resident.ring_norms, squares(resident.ring_k))

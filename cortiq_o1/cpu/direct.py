@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from threading import RLock
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
+from threading import Lock, RLock
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,10 @@ import numpy.typing as npt
 from ..arrays import Float32
 from ..errors import StateError
 from ..geometry import Geometry
-from ..kernels import STATE_PLANES, T_RECENT, T_TOTAL
+from ..planes import STATE_PLANES, T_RECENT, T_TOTAL
 from ..planning import Limits, sub_chunks
-from .near import Scratch
-from .resident import DirectResident, Journal, Spares, Step, find_runs
+from .near import Scratch, whole_products
+from .resident import DirectResident, Journal, Spares, Step, find_runs, squares
 from .work import Task, Work, cut
 
 CHUNK_ROWS = 64
@@ -43,12 +45,14 @@ class DirectEngine:
 
     def __init__(self, threads: int | None = None, parallel_work: int = PARALLEL_WORK) -> None:
         self.limits = Limits(binding_bytes=2**62)
+        self.path = "auto"
         self.threads = threads or _cpus()
         self.parallel_work = parallel_work
         self._scratch = [Scratch() for _ in range(self.threads)]
         self._spares = Spares()
         self._pool: ThreadPoolExecutor | None = None
         self._turn = RLock()
+        self._blas = find_blas()
 
     def upload(self, geometry: Geometry, planes: Mapping[str, npt.NDArray[Any]]) -> DirectResident:
         """Takes copies of the state planes."""
@@ -98,29 +102,29 @@ class DirectEngine:
     ) -> None:
         """All sub-chunks of a call; without `commit` the state ends as it began."""
         journal = Journal(resident, self._spares)
-        rows = len(k)
-        try:
-            for r0, count in sub_chunks(rows, min(CHUNK_ROWS, resident.geometry.min_window)):
-                part = slice(r0, r0 + count)
-                moves = commit or r0 + count < rows
-                with np.errstate(under="ignore"):
-                    step = self._sub_chunk(
-                        resident,
-                        None if q is None else q[part],
-                        k[part],
-                        v[part],
-                        None if out is None else out[part],
-                        moves,
-                    )
-                if moves:
-                    journal.move(step)
-        except BaseException:
-            journal.roll_back()
-            raise
-        if commit:
-            journal.close()
-        else:
-            journal.roll_back()
+        with self._blas.held() if self._blas else nullcontext():
+            try:
+                for r0, count in sub_chunks(len(k), min(CHUNK_ROWS, resident.geometry.min_window)):
+                    part = slice(r0, r0 + count)
+                    moves = commit or r0 + count < len(k)
+                    with np.errstate(under="ignore"):
+                        step = self._sub_chunk(
+                            resident,
+                            None if q is None else q[part],
+                            k[part],
+                            v[part],
+                            None if out is None else out[part],
+                            moves,
+                        )
+                    if moves:
+                        journal.move(step)
+            except BaseException:
+                journal.roll_back()
+                raise
+            if commit:
+                journal.close()
+            else:
+                journal.roll_back()
 
     def _sub_chunk(
         self,
@@ -132,7 +136,7 @@ class DirectEngine:
         moves: bool,
     ) -> Step:
         geometry = resident.geometry
-        step = Step(find_runs(resident.group_meta, len(k)), k, v)
+        step = Step(find_runs(resident.group_meta, len(k)), k, v, squares(k))
         if moves and any(run.folded for run in step.runs):
             step.far_mz = resident.far_mz.copy()
             step.t_recent = self._spares.take(resident.t_recent)
@@ -146,10 +150,12 @@ class DirectEngine:
             if q is not None and out is not None:
                 part.finish(q, out)
 
-        self._share(workers, job, cut(step.runs, geometry, workers))
+        self._share(workers, job, cut(step.runs, geometry, workers), self._blas is not None)
         return step
 
-    def _share(self, workers: int, job: Callable[[Task, Scratch], None], tasks: list[Task]) -> None:
+    def _share(
+        self, workers: int, job: Callable[[Task, Scratch], None], tasks: list[Task], whole: bool
+    ) -> None:
         """Runs `job` on each task, on this thread and on others, to the end of all of them."""
         workers = min(workers, len(tasks))
         if workers > 1 and self._pool is None:
@@ -158,7 +164,7 @@ class DirectEngine:
 
         def work_off(scratch: Scratch) -> None:
             # NumPy keeps its error handling per thread: weights may underflow, they are then nothing.
-            with np.errstate(under="ignore"):
+            with np.errstate(under="ignore"), whole_products(whole):
                 while left:
                     try:
                         task = left.popleft()
@@ -173,6 +179,52 @@ class DirectEngine:
             wait(others)
         for other in others:
             other.result()
+
+
+class _Blas:
+    """Holds BLAS to the calling thread while any engine of the process computes, by threadpoolctl.
+
+    The engine's own threads share a call. BLAS's would wait for each other, and spin on the CPUs that
+    those need; so its products are cut into pieces too small for them, or, a seventh faster, it is told.
+    `threadpool_limits` does the same, but takes a twentieth of a token and knows of no second engine.
+    """
+
+    def __init__(self, libraries: list[Any]) -> None:
+        self._libraries = libraries
+        self._lock = Lock()
+        self._users = 0
+        self._before: list[int] = []
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """One thread from the first to come until the last to leave, then as many as before."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._before = [library.get_num_threads() for library in self._libraries]
+                self._set([1] * len(self._libraries))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._set(self._before)
+
+    def _set(self, counts: list[int]) -> None:
+        for library, count in zip(self._libraries, counts, strict=True):
+            library.set_num_threads(count)
+
+
+@lru_cache(maxsize=1)
+def find_blas() -> _Blas | None:
+    """The process's BLAS, None without threadpoolctl or where that knows no such library."""
+    try:
+        from threadpoolctl import ThreadpoolController
+    except ImportError:
+        return None
+    found = ThreadpoolController().select(user_api="blas").lib_controllers
+    return _Blas(found) if found else None
 
 
 def _cpus() -> int:

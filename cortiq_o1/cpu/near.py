@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 
 import numpy as np
 
 from ..arrays import Float32
-from ..kernels import LARGE
+from ..planes import LARGE
 
 PRODUCT_WORK = 2**19 - 1
 VECTOR_WORK = 9 * 2**10 - 1
 """Multiply-adds up to which OpenBLAS keeps a matrix product, a matrix times a vector, on the calling
 thread. With larger ones the engine's threads would wait for each other's turn at BLAS's own."""
+WHOLE_VECTOR_WORK = 2**17
+"""A matrix times several vectors, in pieces that stay in the cache for all of them, where BLAS is told."""
+_THREAD = threading.local()
 VECTOR_ROWS = 4
 """Up to so many query rows, a product with each is faster than one with all: it packs no keys."""
 SCORE_ROWS, VALUE_ROWS = 64, 32
@@ -36,6 +42,25 @@ class Scratch:
         return buffer[:count].reshape(shape)
 
 
+@contextmanager
+def whole_products(whole: bool) -> Iterator[None]:
+    """On this thread, matrix products in one piece: BLAS is held to the calling thread by other means."""
+    _THREAD.whole = whole
+    try:
+        yield
+    finally:
+        _THREAD.whole = False
+
+
+def is_whole() -> bool:
+    """Whether products of this thread are in one piece."""
+    return getattr(_THREAD, "whole", False)
+
+
+def _product_work() -> int:
+    return 2**62 if is_whole() else PRODUCT_WORK
+
+
 def _pieces(count: int, cost: int, limit: int) -> tuple[int, int]:
     """`count` keys as `(pieces, keys of a piece)`, of at most `limit` multiply-adds at `cost` a key.
 
@@ -50,7 +75,7 @@ def _pieces(count: int, cost: int, limit: int) -> tuple[int, int]:
 
 def _row_blocks(rows: int, least: int, work: int) -> int:
     """Equal blocks of at least `least` rows, one if all are of one product."""
-    if work <= PRODUCT_WORK:
+    if work <= _product_work():
         return 1
     return next((n for n in range(rows // least, 1, -1) if rows % n == 0), 1)
 
@@ -68,11 +93,11 @@ def scores(q: Float32, keys: Float32, out: Float32) -> None:
         return
     single = rows <= VECTOR_ROWS
     if single:
-        pieces, size = _pieces(count, width, VECTOR_WORK)
+        pieces, size = _pieces(count, width, WHOLE_VECTOR_WORK if is_whole() else VECTOR_WORK)
     else:
         blocks = _row_blocks(rows, SCORE_ROWS, rows * count * width)
         rows //= blocks
-        pieces, size = _pieces(count, rows * width, PRODUCT_WORK)
+        pieces, size = _pieces(count, rows * width, _product_work())
     at = pieces * size
     # Pieces outside, rows inside: a piece of keys is in the cache for all of them.
     cut = keys[..., :at, :].reshape(*keys.shape[:-2], pieces, 1, size, width)
@@ -87,19 +112,35 @@ def scores(q: Float32, keys: Float32, out: Float32) -> None:
         scores(q, keys[..., at:, :], out[..., at:])
 
 
-def add_values(weights: Float32, values: Float32, out: Float32, scratch: Scratch) -> None:
-    """`out (..., r, dv) += weights (..., r, n) values (..., n, dv)`, cut as `scores` is."""
+def add_values(
+    weights: Float32, values: Float32, out: Float32, scratch: Scratch, fresh: bool = False
+) -> None:
+    """`out (..., r, dv) += weights (..., r, n) values (..., n, dv)`, cut as `scores` is.
+
+    Where `fresh`, `out` holds nothing yet.
+    """
     rows, count = weights.shape[-2:]
     width = values.shape[-1]
     if not count:
+        if fresh:
+            out.fill(0.0)
         return
+    if is_whole():
+        # Few rows too: values are not packed.
+        if fresh:
+            np.matmul(weights, values, out=out)
+        else:
+            out += np.matmul(weights, values, out=scratch.take("sums", *out.shape))
+        return
+    if fresh:
+        out.fill(0.0)
     if rows <= VECTOR_ROWS:
         blocks, rows = rows, 1
         pieces, size = _pieces(count, width, VECTOR_WORK)
     else:
         blocks = _row_blocks(rows, VALUE_ROWS, rows * count * width)
         rows //= blocks
-        pieces, size = _pieces(count, rows * width, PRODUCT_WORK)
+        pieces, size = _pieces(count, rows * width, _product_work())
     at = pieces * size
     sums = scratch.take("sums", *out.shape[:-2], pieces, blocks, rows, width)
     cut = _pieces_first(weights[..., :at].reshape(*weights.shape[:-2], blocks, rows, pieces, size))
@@ -138,15 +179,13 @@ class Window:
         cut = min(evicted, window - start)
         self._bounds = []
         self._evicted = []
-        since = np.arange(rows)[:, None] - first
         for columns, age in ((slice(start, start + cut), 0), (slice(0, evicted - cut), cut)):
-            ages = np.arange(age, age + columns.stop - columns.start)
-            if len(ages):
-                gone = ages <= since
-                self._evicted.append((columns.start, age, np.asfortranarray(gone, np.float32)))
-                self._bounds.append((columns, _bound(gone)))
+            ages = columns.stop - columns.start
+            if ages:
+                self._evicted.append((columns.start, age, _gone(age, ages, first, rows)))
+                self._bounds.append((columns, _gone_bound(age, ages, first, rows)))
         if rows > 1:
-            self._bounds.append((slice(self.held, self.columns), _bound(~np.tri(rows, dtype=bool))))
+            self._bounds.append((slice(self.held, self.columns), _own_bound(rows)))
 
     def hide(self, logits: Float32) -> None:
         """Takes what a row does not see out of `logits (..., rows, columns)`."""
@@ -154,14 +193,16 @@ class Window:
             part = logits[..., columns]
             np.minimum(part, bound, out=part)
 
-    def put(self, weights: Float32, evicted: Float32) -> None:
+    def put(self, weights: Float32, evicted: Float32, masked: bool = False) -> None:
         """Gives the rows that left a row's window their far weights `evicted (..., rows, f)`, oldest
-        first, where `weights (..., rows, columns)` hold nothing for them."""
+        first, where `weights (..., rows, columns)` hold nothing for them. Where `masked`, they are 0 for
+        the rows that are still inside."""
         folded = evicted.shape[-1]
         for column, age, gone in self._evicted:
             count = min(gone.shape[1], folded - age)
             if count > 0:
-                weights[..., column : column + count] += evicted[..., age : age + count] * gone[:, :count]
+                part = evicted[..., age : age + count]
+                weights[..., column : column + count] += part if masked else part * gone[:, :count]
 
     def scores(self, q: Float32, keys: Float32, own: Float32, out: Float32) -> None:
         """`out (g, r, columns)` of scaled `q (g, r, d)`, r = heads times rows, rows the inner one.
@@ -172,12 +213,15 @@ class Window:
             scores(q, part, out[:, :, columns])
 
     def sum_values(
-        self, weights: Float32, values: Float32, own: Float32, out: Float32, scratch: Scratch
+        self, weights: Float32, values: Float32, own: Float32, out: Float32, scratch: Scratch, fresh: bool
     ) -> None:
-        """`out (g, r, dv)`: the values under `weights (g, r, columns)`; they lie as keys do."""
-        out.fill(0.0)
+        """`out (g, r, dv) +=` the values under `weights (g, r, columns)`; they lie as keys do.
+
+        Where `fresh`, `out` holds nothing yet.
+        """
         for part, columns in self._parts(values, own):
-            add_values(weights[:, :, columns], part, out, scratch)
+            add_values(weights[:, :, columns], part, out, scratch, fresh)
+            fresh = False
 
     def _parts(self, plane: Float32, own: Float32) -> Iterator[tuple[Float32, slice]]:
         """What lies together in a plane of keys or values, and its columns."""
@@ -186,6 +230,24 @@ class Window:
             yield plane[:, low:high], slice(at, at + high - low)
             at += high - low
         yield own, slice(at, self.columns)
+
+
+@lru_cache(maxsize=16)
+def _gone(age: int, ages: int, first: int, rows: int) -> Float32:
+    """`(rows, ages)`: 1 where one of the `ages` ring rows from the `age`-th oldest on has left by then,
+    if the row `first` is the first to evict; 0 elsewhere. Not to be written."""
+    gone = np.arange(age, age + ages) <= np.arange(rows)[:, None] - first
+    return np.asfortranarray(gone, np.float32)
+
+
+@lru_cache(maxsize=16)
+def _gone_bound(age: int, ages: int, first: int, rows: int) -> Float32:
+    return _bound(_gone(age, ages, first, rows) > 0)
+
+
+@lru_cache(maxsize=16)
+def _own_bound(rows: int) -> Float32:
+    return _bound(~np.tri(rows, dtype=bool))
 
 
 def _bound(hidden: np.ndarray) -> Float32:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..arrays import Float32
 from ..geometry import Geometry
-from ..kernels import (
+from ..planes import (
     FLUSH_ROWS,
     META_FAR_LEN,
     META_FAR_LIMIT,
@@ -26,7 +26,7 @@ Meta = npt.NDArray[np.uint32]
 
 @dataclass
 class DirectResident:
-    """A layer's state: the planes of `kernels.PLANES`, the numerator's two levels apart."""
+    """A layer's state: the planes of `planes.PLANES`, the numerator's two levels apart."""
 
     geometry: Geometry
     ring_k: Float32
@@ -39,6 +39,20 @@ class DirectResident:
     t_total: Float32
     t_recent: Float32
     pending: tuple[Float32, Float32] | None = None
+    ring_norms: Float32 = field(init=False)
+    """The squares of the ring keys' norms, `(g, slots)`."""
+    mark_norms: Float32 = field(init=False)
+    """The largest square of a key landmark's norm, `(g,)`."""
+
+    def __post_init__(self) -> None:
+        self.ring_norms = squares(self.ring_k)
+        self.mark_norms = squares(self.k_tilde).max(axis=1, initial=0.0)
+
+
+def squares(rows: Float32) -> Float32:
+    """The squares of the norms of `rows (a, b, d)`."""
+    found: Float32 = np.einsum("abd,abd->ab", rows, rows)
+    return found
 
 
 @dataclass(frozen=True)
@@ -101,6 +115,8 @@ class Step:
     runs: list[Run]
     k: Float32
     v: Float32
+    norms: Float32
+    """The squares of the norms of `k`, `(rows, g)`."""
     far_mz: Float32 | None = None
     t_recent: Float32 | None = None
     totals: list[tuple[tuple[Any, ...], Float32]] = field(default_factory=list)
@@ -124,7 +140,11 @@ class Journal:
         for run in step.runs:
             groups = slice(run.first, run.last)
             for slots, rows in run.slots(run.head + run.length, run.rows):
-                for ring, new in ((resident.ring_k, step.k), (resident.ring_v, step.v)):
+                for ring, new in (
+                    (resident.ring_k, step.k),
+                    (resident.ring_v, step.v),
+                    (resident.ring_norms, step.norms),
+                ):
                     writes.append((ring, (groups, slots), new[rows, groups].swapaxes(0, 1)))
             meta[groups, META_LEN] = run.length + run.rows - run.evicted
             meta[groups, META_HEAD] = (run.head + run.evicted) % run.window

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from ..arrays import Float32
 from ..geometry import Geometry
-from ..kernels import MZ_MAX, MZ_RECENT, MZ_SHIFT, MZ_TOTAL
+from ..planes import MZ_MAX, MZ_RECENT, MZ_SHIFT, MZ_TOTAL
 from .far import FarGains, FarStages, empty_maximum, far_gains, far_stages
-from .near import VECTOR_ROWS, Scratch, Window, add_values, scores
+from .near import VECTOR_ROWS, Scratch, Window, add_values, is_whole, scores
 from .resident import DirectResident, Run, Step
 
 BLOCK_LOGITS = 9 * 2**16
 """Logits at a time, from the scores to the values: few enough for a core's cache, and enough to read the
 keys once for most of a group's heads."""
-TASK_LOGITS = 9 * 2**17
+TASK_LOGITS = 9 * 2**18
 """Logits of a task: far fields come cheaper by several groups, threads stay evenly busy with many tasks."""
 SAFE_LOGIT = 30.0
 """Where all maxima lie within this of zero, weights need no scale: their sums stay in float32's range,
@@ -127,7 +129,7 @@ class Work:
             np.multiply(old, rescale[..., None], out=new)
             add_values(weights.swapaxes(2, 3), values[:, None], new, self.scratch)
         mz = self._by_group(step.far_mz)[..., :m]
-        mz[:, :, MZ_MAX] = stages.maximum[:, :, -1]
+        mz[:, :, MZ_MAX] = stages.last
         mz[:, :, MZ_TOTAL] *= rescale
         mz[:, :, MZ_RECENT] *= rescale
         mz[:, :, MZ_RECENT] += weights.sum(axis=2)
@@ -146,30 +148,48 @@ class Work:
     def finish(self, q: Float32, out: Float32) -> None:
         """The task's part of `out (rows, nh, dv)` for `q (rows, nh, d)`."""
         lanes = (self.count, self.hpg, self.run.rows)
-        queries = lanes_inside(self.scratch, "queries", lanes, q.shape[2])
+        queries = self.scratch.take("queries", *lanes, q.shape[2])
         own = q[:, self.heads].reshape(self.run.rows, self.count, self.hpg, -1)
         np.multiply(own.transpose(1, 2, 0, 3), self.resident.geometry.scale32, out=queries)
-        far = None if self.stages is None else self._far(self.stages, queries)
+        plain, mark_bound = self._bounded(queries)
+        if self.stages is None:
+            far = None
+        else:
+            plain = plain and mark_bound + self.stages.last.max() <= SAFE_LOGIT and self.stages.one_scale()
+            far = self._far(self.stages, queries, plain)
         per_head = self.run.rows * self.window.columns
         h_step = min(self.hpg, max(1, BLOCK_LOGITS // per_head))
         g_step = max(1, BLOCK_LOGITS // (per_head * self.hpg)) if h_step == self.hpg else 1
         for g in _slices(0, self.count, g_step):
             for h in _slices(0, self.hpg, h_step):
-                self._block(g, h, queries[g, h], far, out)
+                if plain:
+                    self._plain_block(g, h, queries[g, h], far, out)
+                else:
+                    self._block(g, h, queries[g, h], far, out)
 
-    def _far(self, stages: FarStages, queries: Float32) -> FarGains:
+    def _bounded(self, queries: Float32) -> tuple[bool, float]:
+        """Whether near scores and those of the landmarks are sure to lie within `SAFE_LOGIT` of zero,
+        and the bound of the latter: norms of `queries (g, h, i, d)` times norms of keys."""
+        resident = self.resident
+        # Python's numbers, which overflow without a warning.
+        largest = float(np.einsum("ghid,ghid->ghi", queries, queries).max())
+        ring, own = resident.ring_norms[self.groups].max(), self.step.norms[:, self.groups].max()
+        near = max(largest * float(ring), largest * float(own))
+        marks = math.sqrt(largest * float(resident.mark_norms[self.groups].max()))
+        return near <= SAFE_LOGIT**2 and marks <= SAFE_LOGIT, marks
+
+    def _far(self, stages: FarStages, queries: Float32, plain: bool) -> FarGains:
         """What the far field adds for `queries (g, h, i, d)`."""
         resident, run = self.resident, self.run
         m = run.landmarks
         logits = self.scratch.take("marks", *queries.shape[:3], m)
         scores(joined(queries), resident.k_tilde[self.groups, :m], joined(logits))
         mix = self._by_group(resident.mix)[:, :, :m, :m]
-        before = None
-        if run.far_len:
-            total, recent = (self._by_group(t)[:, :, :m] for t in (resident.t_total, resident.t_recent))
-            before = np.add(total, recent, out=self.scratch.take("before", *total.shape))
         clamp = resident.geometry.rect == "fm"
-        return far_gains(stages, run.after, before, logits, mix, clamp, self.scratch)
+        levels = [self._by_group(t)[:, :, :m] for t in (resident.t_total, resident.t_recent)]
+        return far_gains(
+            stages, run.after, levels if run.far_len else [], logits, mix, clamp, plain, self.scratch
+        )
 
     def _block(self, g: slice, h: slice, queries: Float32, far: FarGains | None, out: Float32) -> None:
         """Outputs of the task's groups `g` and heads `h`, for scaled `queries (g, h, i, d)`."""
@@ -180,7 +200,10 @@ class Work:
         own = step.k[:, groups].swapaxes(0, 1)
         window.scores(joined(queries), resident.ring_k[groups], own, joined(weights))
         window.hide(weights)
-        far_top = None if far is None else far.top[g, h]
+        far_top = None
+        if far is not None:
+            assert far.top is not None
+            far_top = far.top[g, h]
         top: Float32 | None = None
         if not _safe(weights, far_top):
             near_max = weights.max(axis=3)
@@ -189,20 +212,57 @@ class Work:
         np.exp(weights, out=weights)
         # Twice as fast as np.sum, and with many partial sums as exact as the product with the values.
         mass = np.einsum("ghic->ghi", weights)
-        if far is not None:
-            lift = np.exp(far.top[g, h] if top is None else far.top[g, h] - top)
+        if far is not None and far.mass is not None and far_top is not None:
+            lift = np.exp(far_top if top is None else far_top - top)
             mass += far.mass[g, h] * lift
             if far.evicted is not None:
                 window.put(weights, far.evicted[g, h] * lift[..., None])
         numerator = scratch.take("numerator", *lanes, out.shape[2])
         own = step.v[:, groups].swapaxes(0, 1)
-        window.sum_values(joined(weights), resident.ring_v[groups], own, joined(numerator), scratch)
+        window.sum_values(joined(weights), resident.ring_v[groups], own, joined(numerator), scratch, True)
         if far is not None and far.numerator is not None:
             numerator += far.numerator[g, h] * lift[..., None]
+        self._put_out(g, h, numerator, mass, out)
+
+    def _plain_block(self, g: slice, h: slice, queries: Float32, far: FarGains | None, out: Float32) -> None:
+        """As `_block`, where no weight needs a scale."""
+        resident, step, window, scratch = self.resident, self.step, self.window, self.scratch
+        groups = slice(self.groups.start + g.start, self.groups.start + g.stop)
+        lanes = queries.shape[:3]
+        weights = lanes_inside(scratch, "logits", lanes, window.columns)
+        own = step.k[:, groups].swapaxes(0, 1)
+        window.scores(joined(queries), resident.ring_k[groups], own, joined(weights))
+        window.hide(weights)
+        np.exp(weights, out=weights)
+        if far is not None and far.evicted is not None:
+            window.put(weights, far.evicted[g, h], masked=True)
+        if is_whole():
+            mass = np.matmul(joined(weights), _ones(window.columns)).reshape(lanes)
+        else:
+            mass = np.einsum("ghic->ghi", weights)
+        if far is not None and far.mass is not None:
+            mass += far.mass[g, h]
+        fresh = far is None or far.numerator is None
+        if far is None or far.numerator is None:
+            numerator = scratch.take("numerator", *lanes, out.shape[2])
+        else:
+            numerator = far.numerator[g, h]
+        own = step.v[:, groups].swapaxes(0, 1)
+        window.sum_values(joined(weights), resident.ring_v[groups], own, joined(numerator), scratch, fresh)
+        self._put_out(g, h, numerator, mass, out)
+
+    def _put_out(self, g: slice, h: slice, numerator: Float32, mass: Float32, out: Float32) -> None:
+        """The outputs of groups `g` and heads `h` to where they lie."""
+        lanes = mass.shape
         np.maximum(mass, np.float32(1e-30), out=mass)
         first = self.heads.start + g.start * self.hpg + h.start
         to = out[:, first : first + lanes[0] * lanes[1]].reshape(-1, *lanes[:2], out.shape[2])
         np.divide(numerator, mass[..., None], out=to.transpose(1, 2, 0, 3))
+
+
+@lru_cache(maxsize=4)
+def _ones(count: int) -> Float32:
+    return np.ones(count, np.float32)
 
 
 def _safe(logits: Float32, far_top: Float32 | None) -> bool:
@@ -215,7 +275,7 @@ def _safe(logits: Float32, far_top: Float32 | None) -> bool:
 
 def lanes_inside(scratch: Scratch, name: str, lanes: tuple[int, ...], width: int) -> Float32:
     """`(g, h, rows, width)`, where there are many lanes with neighbouring ones next to each other in
-    memory: BLAS packs such queries, writes such logits and reads such weights faster."""
+    memory: BLAS writes such logits and reads such weights faster."""
     groups, heads, rows = lanes
     if heads * rows <= VECTOR_ROWS:
         return scratch.take(name, groups, heads, rows, width)
