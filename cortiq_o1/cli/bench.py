@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from ..benchmark import PRESETS, PathReport, PathSuite, Report, Settings, Suite, find_preset
-from ..benchmark.suite import Step
 from ..devices import chosen_path
 from ..errors import ArgumentError
 from ..paths import PATHS
@@ -21,7 +15,7 @@ from . import bench_paths, svg
 from .bench_report import render
 from .choice import choose
 from .plan import integers
-from .report import err_console, write_json
+from .report import err_console, progress, write_json
 
 CONTEXTS, ROWS = (1024, 4096, 16384, 65536), (1, 64, 128)
 PATH_ROWS = (1, 16, 64)
@@ -129,30 +123,11 @@ def run(args: argparse.Namespace) -> int:
     suite = PathSuite(settings, args.profile) if args.paths else Suite(settings)
     steps = len(PATHS) * len(settings.rows) if args.paths else settings.steps
     try:
-        with _progress(steps * sum(not info.problem for info in candidates)) as step:
+        with progress(steps * sum(not info.problem for info in candidates), lines=True) as step:
             suite.run(candidates, step)
     except KeyboardInterrupt:
         suite.report.interrupted = True
     return finish(suite.report, args)
-
-
-@contextmanager
-def _progress(steps: int) -> Iterator[Step]:
-    """A progress bar on standard error; without a terminal there, a line for each step."""
-    console = err_console()
-    if not console.is_terminal:
-        yield lambda text: console.print(text)
-        return
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=steps)
-        begun = itertools.count()
-        yield lambda text: progress.update(task, description=text, completed=next(begun))
 
 
 def finish(report: Report | PathReport, args: argparse.Namespace) -> int:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 _UNBOUNDED = 100_000
@@ -157,3 +160,23 @@ def per_second(value: float) -> str:
         if value < 999.5 * size:
             return figure(value / size, unit)
     return figure(value / 1e9, "G")
+
+
+@contextmanager
+def progress(steps: int, lines: bool) -> Iterator[Callable[[str], None]]:
+    """A bar on standard error that is told what begins; without a terminal there, a line for each step,
+    or nothing where those would be too many (`lines` false)."""
+    console = err_console()
+    if not console.is_terminal:
+        yield lambda text: console.print(text) if lines else None
+        return
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=steps)
+        begun = itertools.count()
+        yield lambda text: bar.update(task, description=text, completed=next(begun))

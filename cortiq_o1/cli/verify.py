@@ -6,19 +6,17 @@ import argparse
 import math
 import shlex
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
 import numpy as np
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .._version import __version__
 from ..devices import chosen_path
-from ..verification.suite import Cases, Cell, Failure, Level, Suite, Target, Tell, rows_of, targets
+from ..verification.suite import Cases, Cell, Failure, Level, Suite, Target, rows_of, targets
 from .choice import choose
-from .report import Column, count_of, err_console, out_console, print_lines, print_table, write_json
+from .report import Column, count_of, err_console, out_console, print_lines, print_table, progress, write_json
 
 _SHOWN_FAILURES = 12
 
@@ -71,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     suite = Suite(columns)
     started = time.monotonic()
     try:
-        with _progress(len(cases)) as tell:
+        with progress(len(cases), lines=False) as tell:
             suite.run(cases, tell)
     except KeyboardInterrupt:
         suite.interrupted = True
@@ -85,24 +83,6 @@ def run(args: argparse.Namespace) -> int:
     if not any(target.devices for target in columns):
         return 3
     return 1 if suite.failed else 0
-
-
-@contextmanager
-def _progress(cases: int) -> Iterator[Tell]:
-    """A progress bar on standard error; nothing where that is no terminal."""
-    console = err_console()
-    if not console.is_terminal:
-        yield lambda text: None
-        return
-    parts = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*parts, console=console, transient=True) as progress:
-        task = progress.add_task("", total=cases, completed=-1)
-        yield lambda text: progress.update(task, description=text, advance=1)
 
 
 def render(suite: Suite, seconds: float) -> None:
