@@ -101,8 +101,12 @@ def chunk_rows(geometry: Geometry, rows: int, path: str, limits: Limits) -> int:
     if path == "gemm":
         chunk = _fitting(geometry, most, path, limits)
         if not chunk:
-            for name in SCRATCH[path]:
-                check_plane(name, Sizes.of(geometry, rows, 1, limits.workgroups), limits)
+            sizes = Sizes.of(geometry, rows, 1, limits.workgroups)
+            try:
+                for name in SCRATCH[path]:
+                    check_plane(name, sizes, limits)
+            except GeometryError as error:
+                raise GeometryError(f"path {path!r} cannot serve: {error}") from None
         return chunk
     chunk = _fitting(geometry, most, "stages", limits)
     if path == "auto" and chunk >= GEMM_ROWS:
