@@ -15,7 +15,7 @@ from . import bench_paths, svg
 from .bench_report import render
 from .choice import choose
 from .plan import integers
-from .report import err_console, progress, write_json
+from .report import DEVICE, INTERRUPTED, OK, err_console, progress, write_json
 
 CONTEXTS, ROWS = (1024, 4096, 16384, 65536), (1, 64, 128)
 PATH_ROWS = (1, 16, 64)
@@ -145,8 +145,8 @@ def finish(report: Report | PathReport, args: argparse.Namespace) -> int:
         err_console().print(
             "cortiq-o1 bench: interrupted; the above is what was measured", style="red", soft_wrap=True
         )
-        return 130
+        return INTERRUPTED
     failed = [device for device in report.devices if device.failed]
     for device in failed:
         err_console().print(f"cortiq-o1 bench: {device.name}: {device.problem}", style="red", soft_wrap=True)
-    return 3 if failed else 0
+    return DEVICE if failed else OK

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from ..benchmark.path_results import PathCell, PathDevice, PathReport
 from ..benchmark.results import CLOCK_TEXT, Clock
-from .bench_report import NONE, ratio, timing_text
+from .bench_report import NONE, print_device, ratio, timing_text
 from .report import Column, count_of, out_console, per_second, percent, print_lines, print_table, seconds
 
 _PROFILE_TEXT: dict[Clock, str] = {
@@ -34,12 +34,7 @@ def render(report: PathReport) -> None:
 
 
 def _render_device(console: Console, report: PathReport, device: PathDevice) -> None:
-    mark = ", software" if device.software else ""
-    console.print(f"{device.name} ({device.backend}{mark})", style="bold")
-    if device.driver and device.driver != device.name:
-        print_lines(console, [device.driver])
-    if device.problem:
-        print_lines(console, [f"{'Failed' if device.failed else 'Cannot be used'}: {device.problem}"])
+    print_device(console, device)
     if not device.cells:
         console.print()
         return

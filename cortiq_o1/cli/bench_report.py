@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from ..benchmark.path_results import PathDevice
 from ..benchmark.results import CLOCK_TEXT, Cell, DeviceResult, Report, Timing
 from .report import (
     Column,
@@ -73,13 +74,18 @@ def _render_head(console: Console, report: Report) -> None:
     )
 
 
-def _render_device(console: Console, report: Report, device: DeviceResult) -> None:
+def print_device(console: Console, device: DeviceResult | PathDevice) -> None:
+    """A device's heading, and why it has no figures, if so."""
     mark = ", software" if device.software else ""
     console.print(f"{device.name} ({device.backend}{mark})", style="bold")
     if device.driver and device.driver != device.name:
         print_lines(console, [device.driver])
     if device.problem:
         print_lines(console, [f"{'Failed' if device.failed else 'Cannot be used'}: {device.problem}"])
+
+
+def _render_device(console: Console, report: Report, device: DeviceResult) -> None:
+    print_device(console, device)
     if device.cells:
         print_lines(console, [_clock_line(device), ""])
         _render_times(console, report, device)

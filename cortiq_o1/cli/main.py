@@ -22,9 +22,8 @@ from typing import Any, NoReturn, Protocol, TextIO
 from .._version import __version__
 from ..errors import CortiqError, DeviceError
 from . import adapters, bench, plan, verify
-from .report import err_console
+from .report import DEVICE, INTERRUPTED, OK, USAGE, err_console
 
-OK, CHECK_FAILED, USAGE, DEVICE, INTERRUPTED = 0, 1, 2, 3, 130
 _CLOSED_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 
 

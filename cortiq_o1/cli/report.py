@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+OK, CHECK_FAILED, USAGE, DEVICE, INTERRUPTED = 0, 1, 2, 3, 130
+"""The exit codes, see `main`."""
 _UNBOUNDED = 100_000
 _TEXT_WIDTH = 16  # what a column of running text needs to be legible
 

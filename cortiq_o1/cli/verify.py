@@ -16,7 +16,20 @@ from .._version import __version__
 from ..devices import chosen_path
 from ..verification.suite import Cases, Cell, Failure, Level, Suite, Target, rows_of, targets
 from .choice import choose
-from .report import Column, count_of, err_console, out_console, print_lines, print_table, progress, write_json
+from .report import (
+    CHECK_FAILED,
+    DEVICE,
+    INTERRUPTED,
+    OK,
+    Column,
+    count_of,
+    err_console,
+    out_console,
+    print_lines,
+    print_table,
+    progress,
+    write_json,
+)
 
 _SHOWN_FAILURES = 12
 
@@ -79,10 +92,10 @@ def run(args: argparse.Namespace) -> int:
         render(suite, time.monotonic() - started)
     if suite.interrupted:
         err_console().print("cortiq-o1 verify: interrupted; the above is what was checked", style="red")
-        return 130
+        return INTERRUPTED
     if not any(target.devices for target in columns):
-        return 3
-    return 1 if suite.failed else 0
+        return DEVICE
+    return CHECK_FAILED if suite.failed else OK
 
 
 def render(suite: Suite, seconds: float) -> None:
