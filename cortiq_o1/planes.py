@@ -32,6 +32,8 @@ MAX_LOOP_STEPS = 30_000
 """Most loop steps of an invocation: Mesa's software drivers stop at 65,535 without a word."""
 LARGE = 1.7e38
 """Stands for infinity: half of float32's range, so that differences of two stay finite."""
+MIN_DENOMINATOR = 1e-30
+"""What a row is divided by is at least this, where near and far weights vanish or cancel."""
 FLUSH_ROWS = 4096
 """Folded rows after which the far field's recent sums join its totals."""
 

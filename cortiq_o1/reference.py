@@ -23,6 +23,7 @@ from .planes import (
     META_LANDMARKS,
     META_LEN,
     META_WINDOW,
+    MIN_DENOMINATOR,
     MZ_MAX,
     MZ_RECENT,
     MZ_SHIFT,
@@ -163,7 +164,7 @@ class _Group:
         near = np.exp(near_max - c)
         far = gain @ mass
         den = near * near_den + far
-        with_far = (near * near_num + gain @ num) / max(den, 1e-30)
+        with_far = (near * near_num + gain @ num) / max(den, MIN_DENOMINATOR)
 
         # How far roundings move a sum over b of gain_b * y_b: those of exp(p_a - f) act through all
         # of row a of the mixing matrix at once, those of the sum u_b through its terms' sizes, which
@@ -182,7 +183,7 @@ class _Group:
         kappa = (np.abs(gain) @ mass) / max(abs(far), 1e-300)
         if far < 0.0 and not unsure:
             return near_only, near_only, near_bound, kappa
-        den = max(den, near * near_den, 1e-30)  # of two possible branches the bound is the larger
+        den = max(den, near * near_den, MIN_DENOMINATOR)  # of two possible branches the bound is the larger
         spread = (
             near * (weights_rounding @ np.abs(values - with_far))
             + moved(num - mass[:, None] * with_far)

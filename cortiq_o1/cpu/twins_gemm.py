@@ -11,7 +11,7 @@ from types import MappingProxyType
 import numpy as np
 
 from ..kernels import TILE_K, Grid
-from ..planes import HD_FAR, HD_HAVE, HD_INV, HD_MAX, T_RECENT, T_TOTAL
+from ..planes import HD_FAR, HD_HAVE, HD_INV, HD_MAX, MIN_DENOMINATOR, T_RECENT, T_TOTAL
 from .twins_stages import Array, Params, Twin, _Group, _groups
 
 _HALF_LARGEST = np.float32(65504)
@@ -98,7 +98,7 @@ def o1c_gsoft(p: Params, grid: Grid, group_meta: Array, panel_scores: Array, row
         weights = np.exp(np.where(_seen(p, group), x, -np.inf))
         panel_scores[group.heads, :k] = weights
         total = weights.sum(axis=-1) + head[:, :, HD_FAR]
-        head[:, :, HD_INV] = np.float32(1) / np.maximum(total, np.float32(1e-30))
+        head[:, :, HD_INV] = np.float32(1) / np.maximum(total, np.float32(MIN_DENOMINATOR))
 
 
 def o1c_pv(p: Params, grid: Grid, panel_scores: Array, panel_v: Array, near_parts: Array) -> None:

@@ -32,6 +32,7 @@ from ..planes import (
     META_LANDMARKS,
     META_LEN,
     META_WINDOW,
+    MIN_DENOMINATOR,
     MZ_MAX,
     MZ_RECENT,
     MZ_SHIFT,
@@ -211,7 +212,7 @@ def o1c_soft(p: Params, grid: Grid, group_meta: Array, scores: Array, row_head: 
             weights = np.exp(scores[i, group.heads, :n] - head[:, HD_MAX, None])
             scores[i, group.heads, :n] = weights
             total = weights.sum(axis=-1) + head[:, HD_FAR]
-            head[:, HD_INV] = np.float32(1) / np.maximum(total, np.float32(1e-30))
+            head[:, HD_INV] = np.float32(1) / np.maximum(total, np.float32(MIN_DENOMINATOR))
 
 
 def o1c_sum(

@@ -14,6 +14,7 @@ from ..planes import (
     META_HEAD,
     META_LEN,
     META_WINDOW,
+    MIN_DENOMINATOR,
     MZ_MAX,
     MZ_RECENT,
     MZ_SHIFT,
@@ -158,7 +159,7 @@ def o1c_tok_merge(
                 scale = np.exp(record[TR_MAX] - largest)
                 acc += far * scale
                 total += record[TR_FAR] * scale
-            out[r0, head] = acc * (np.float32(1) / np.maximum(total, np.float32(1e-30)))
+            out[r0, head] = acc * (np.float32(1) / np.maximum(total, np.float32(MIN_DENOMINATOR)))
 
 
 def o1c_tok_commit(

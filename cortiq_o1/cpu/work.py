@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import Float32
 from ..geometry import Geometry
-from ..planes import MZ_MAX, MZ_RECENT, MZ_SHIFT, MZ_TOTAL
+from ..planes import MIN_DENOMINATOR, MZ_MAX, MZ_RECENT, MZ_SHIFT, MZ_TOTAL
 from .far import FarGains, FarStages, empty_maximum, far_gains, far_stages
 from .near import VECTOR_ROWS, Scratch, Window, add_values, is_whole, scores
 from .resident import DirectResident, Run, Step
@@ -191,15 +191,28 @@ class Work:
             stages, run.after, levels if run.far_len else [], logits, mix, clamp, plain, self.scratch
         )
 
+    def _planes(self, g: slice) -> slice:
+        """Where groups `g` of the task lie in the planes."""
+        return slice(self.groups.start + g.start, self.groups.start + g.stop)
+
+    def _logits(self, groups: slice, queries: Float32) -> Float32:
+        """Near logits of scaled `queries (g, h, i, d)`, hidden where a row does not look."""
+        logits = lanes_inside(self.scratch, "logits", queries.shape[:3], self.window.columns)
+        own = self.step.k[:, groups].swapaxes(0, 1)
+        self.window.scores(joined(queries), self.resident.ring_k[groups], own, joined(logits))
+        self.window.hide(logits)
+        return logits
+
+    def _sum_values(self, groups: slice, weights: Float32, numerator: Float32, fresh: bool) -> None:
+        """Near value sums into `numerator (g, h, i, dv)`, or on top of what a `fresh` one lacks."""
+        own, ring = self.step.v[:, groups].swapaxes(0, 1), self.resident.ring_v[groups]
+        self.window.sum_values(joined(weights), ring, own, joined(numerator), self.scratch, fresh)
+
     def _block(self, g: slice, h: slice, queries: Float32, far: FarGains | None, out: Float32) -> None:
         """Outputs of the task's groups `g` and heads `h`, for scaled `queries (g, h, i, d)`."""
-        resident, step, window, scratch = self.resident, self.step, self.window, self.scratch
-        groups = slice(self.groups.start + g.start, self.groups.start + g.stop)
-        lanes = queries.shape[:3]
-        weights = lanes_inside(scratch, "logits", lanes, window.columns)
-        own = step.k[:, groups].swapaxes(0, 1)
-        window.scores(joined(queries), resident.ring_k[groups], own, joined(weights))
-        window.hide(weights)
+        window, scratch = self.window, self.scratch
+        groups, lanes = self._planes(g), queries.shape[:3]
+        weights = self._logits(groups, queries)
         far_top = None
         if far is not None:
             assert far.top is not None
@@ -218,21 +231,16 @@ class Work:
             if far.evicted is not None:
                 window.put(weights, far.evicted[g, h] * lift[..., None])
         numerator = scratch.take("numerator", *lanes, out.shape[2])
-        own = step.v[:, groups].swapaxes(0, 1)
-        window.sum_values(joined(weights), resident.ring_v[groups], own, joined(numerator), scratch, True)
+        self._sum_values(groups, weights, numerator, True)
         if far is not None and far.numerator is not None:
             numerator += far.numerator[g, h] * lift[..., None]
         self._put_out(g, h, numerator, mass, out)
 
     def _plain_block(self, g: slice, h: slice, queries: Float32, far: FarGains | None, out: Float32) -> None:
         """As `_block`, where no weight needs a scale."""
-        resident, step, window, scratch = self.resident, self.step, self.window, self.scratch
-        groups = slice(self.groups.start + g.start, self.groups.start + g.stop)
-        lanes = queries.shape[:3]
-        weights = lanes_inside(scratch, "logits", lanes, window.columns)
-        own = step.k[:, groups].swapaxes(0, 1)
-        window.scores(joined(queries), resident.ring_k[groups], own, joined(weights))
-        window.hide(weights)
+        window, scratch = self.window, self.scratch
+        groups, lanes = self._planes(g), queries.shape[:3]
+        weights = self._logits(groups, queries)
         np.exp(weights, out=weights)
         if far is not None and far.evicted is not None:
             window.put(weights, far.evicted[g, h], masked=True)
@@ -247,14 +255,13 @@ class Work:
             numerator = scratch.take("numerator", *lanes, out.shape[2])
         else:
             numerator = far.numerator[g, h]
-        own = step.v[:, groups].swapaxes(0, 1)
-        window.sum_values(joined(weights), resident.ring_v[groups], own, joined(numerator), scratch, fresh)
+        self._sum_values(groups, weights, numerator, fresh)
         self._put_out(g, h, numerator, mass, out)
 
     def _put_out(self, g: slice, h: slice, numerator: Float32, mass: Float32, out: Float32) -> None:
         """The outputs of groups `g` and heads `h` to where they lie."""
         lanes = mass.shape
-        np.maximum(mass, np.float32(1e-30), out=mass)
+        np.maximum(mass, np.float32(MIN_DENOMINATOR), out=mass)
         first = self.heads.start + g.start * self.hpg + h.start
         to = out[:, first : first + lanes[0] * lanes[1]].reshape(-1, *lanes[:2], out.shape[2])
         np.divide(numerator, mass[..., None], out=to.transpose(1, 2, 0, 3))

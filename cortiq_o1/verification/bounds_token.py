@@ -17,6 +17,7 @@ from ..kernels import NEAR_KEYS, Params
 from ..planes import (
     LARGE,
     META_FAR_LEN,
+    MIN_DENOMINATOR,
     MZ_MAX,
     MZ_RECENT,
     MZ_SHIFT,
@@ -202,7 +203,7 @@ def _merge(p: Params, before: Planes, after: Planes, got: Planes) -> dict[str, E
             off = scale * (exp_loss(x) + sum_loss(p["splits"] + 2 * p["m"] + 2)) + TINY
             total, total_off = total + scale * record[TR_FAR], total_off + off * record[TR_FAR]
             out_off = out_off + off * sizes
-        total = max(total, 1e-30)
+        total = max(total, MIN_DENOMINATOR)
         want = np.abs(after["out"][r0, head].astype(np.float64))
         bound[r0, head] = out_off / total + want * (total_off / total + 6.0 * EPSILON) + TINY
     return {"out": Expected(after["out"], bound)}

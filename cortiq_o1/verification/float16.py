@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..planes import LARGE
+from ..planes import LARGE, MIN_DENOMINATOR
 from ..reference import Float64, ReferenceLayer
 from .deviation import Array
 
@@ -61,5 +61,5 @@ def _near_bound(layer: ReferenceLayer, g: int, q: Float64, out: Float64, flip: b
     size = np.abs(values)
     spread = np.einsum("hn,hnv->hv", weights * off, np.abs(values[None] - out[:, None]))
     spread += (2.0 * HALF * weights + LEAST) @ size
-    den = np.maximum(weights.sum(axis=-1) + far, 1e-30)
+    den = np.maximum(weights.sum(axis=-1) + far, MIN_DENOMINATOR)
     return np.asarray(spread.max(axis=-1) / den)
