@@ -156,7 +156,7 @@ def _table_problems(plan: Plan) -> list[str]:
             role = base_plane(plane).role
             shadow = plane.startswith(SHADOW)
             if binding.access == "read_write":
-                if role == "state" and not shadow and not plan.commit:
+                if role in ("state", "archive") and not shadow and not plan.commit:
                     problems.append(f"{label} writes {plane}, though the state must stay")
             elif (role in ("scratch", "own") or shadow) and plane not in written:
                 problems.append(f"{label} reads {plane}, which nothing has written")

@@ -1,65 +1,26 @@
 """The one table of kernels: bindings, parameters, grids.
 
 The planner, both executors, the shader loader, the documentation and the tests read it: what a kernel
-binds and how it is launched is written here and nowhere else. `planes.py` has the planes.
+binds and how it is launched is written here and nowhere else. `planes.py` has the planes, `params.py` the
+parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
 
-from .geometry import Geometry
-from .planes import FLUSH_ROWS, PANEL_ALIGN, PLANES, Element, Sizes
+from .params import ARCHIVE_PARAMS, COPY_PARAMS, STAGE_PARAMS, Field, params_dtype
+from .params import Params as Params
+from .params import stage_params as stage_params
+from .planes import FLUSH_ROWS, PANEL_ALIGN, PLANES, Element
 
 Access = Literal["read", "read_write"]
-
-
-@dataclass(frozen=True)
-class Field:
-    """One parameter of a kernel, as its WGSL struct declares it."""
-
-    name: str
-    type: Literal["u32", "f32"]
-    text: str
-
-
-STAGE_PARAMS: tuple[Field, ...] = (
-    Field("hpg", "u32", "query heads a group"),
-    Field("m", "u32", "landmarks, capacity"),
-    Field("w", "u32", "ring capacity"),
-    Field("ns", "u32", "sinks"),
-    Field("d", "u32", "key width in floats"),
-    Field("dv", "u32", "value width in floats"),
-    Field("nh", "u32", "query heads of all groups"),
-    Field("ng", "u32", "groups"),
-    Field("k", "u32", "rows of this sub-chunk"),
-    Field("r0", "u32", "its first row within the call"),
-    Field("kcap", "u32", "row stride of far_rows and evict_weights"),
-    Field("pieces", "u32", "pieces of the value sum"),
-    Field("rect", "u32", "0 aggregate, 1 fm"),
-    Field("scale", "f32", "factor of every logit"),
-    Field("panel", "u32", "columns of a panel"),
-    Field("splits", "u32", "splits of the keys"),
-)
-COPY_PARAMS: tuple[Field, ...] = (
-    Field("count", "u32", "vec4s to copy"),
-    Field("src_at", "u32", "first vec4 read"),
-    Field("dst_at", "u32", "first vec4 written"),
-    Field("pad0", "u32", "unused"),
-)
-
-Params = dict[str, int | float]
 Grid = tuple[int, int, int]
-
-
-def params_dtype(fields: Iterable[Field]) -> np.dtype:
-    """The NumPy struct of a kernel's parameters; all fields are four bytes, so WGSL adds no gaps."""
-    return np.dtype([(f.name, "<f4" if f.type == "f32" else "<u4") for f in fields])
 
 
 @dataclass(frozen=True)
@@ -269,7 +230,7 @@ KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
             _stage(
                 "o1c_meta", "group_meta!",
                 lambda p: (_up(p["ng"], LANES), 1, 1), 0,
-                "Ring length, head and far count after the sub-chunk.",
+                "Ring length, head, far count and evictions after the sub-chunk.",
                 "One lane a group.",
                 _META + "The far count stops at the far limit.",
             ),
@@ -369,6 +330,17 @@ KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
                 "Spread over the width instead of one workgroup a group. Mass and numerator in two levels.",
                 COMMIT_LANES,
             ),
+            replace(
+                _stage(
+                    "o1c_archive", "group_meta q ring_k ring_v archive_q! archive_k! archive_v!",
+                    lambda p: (_up(max(p["d"], p["dv"]) // 4, LANES), int(p["nh"]), int(p["k"])), 0,
+                    "Every key and value that the sub-chunk evicts, and the queries of the evicting row.",
+                    "One lane a vec4 of the width, for each query head and row; a group's first head copies "
+                    "the key and the value.",
+                    "Has no forerunner.",
+                ),
+                params=ARCHIVE_PARAMS,
+            ),
             Kernel(
                 "o1c_copy",
                 "A range of one plane into another.",
@@ -384,25 +356,3 @@ KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
         )
     }
 )  # fmt: skip
-
-
-def stage_params(geometry: Geometry, sizes: Sizes, k: int, r0: int, splits: int = 1) -> Params:
-    """The parameters of a stage over rows `r0 .. r0 + k` of a call, its keys in `splits` parts."""
-    return {
-        "hpg": geometry.heads_per_group,
-        "m": sizes.m,
-        "w": sizes.w,
-        "ns": geometry.sinks,
-        "d": sizes.d,
-        "dv": sizes.dv,
-        "nh": sizes.nh,
-        "ng": sizes.ng,
-        "k": k,
-        "r0": r0,
-        "kcap": sizes.kcap,
-        "pieces": sizes.pieces,
-        "rect": 1 if geometry.rect == "fm" else 0,
-        "scale": float(geometry.scale32),
-        "panel": sizes.panel,
-        "splits": splits,
-    }

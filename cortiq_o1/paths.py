@@ -7,7 +7,8 @@ from types import MappingProxyType
 
 from .errors import GeometryError
 from .geometry import Geometry
-from .kernels import KERNELS, MAX_GRID, Params, stage_params
+from .kernels import KERNELS, MAX_GRID
+from .params import Params, archive_params, stage_params
 from .planes import MOVING_PLANES, PLANES, Sizes
 from .plans import SHADOW, Dispatch, frozen, plane_bytes
 
@@ -32,7 +33,11 @@ COMMIT: Mapping[str, tuple[str, ...]] = MappingProxyType(
 EVICT: Mapping[str, str] = MappingProxyType(
     {"token": "o1c_tok_far", "gemm": "o1c_far_e", "stages": "o1c_far_e"}
 )
+ARCHIVE = "o1c_archive"
+"""The kernel that archives what a committed sub-chunk evicts, on every path."""
 PATHS: tuple[str, ...] = ("auto", *ATTEND)
+KEPT_ROWS: Mapping[str, str] = MappingProxyType({"q": "spec_q", "k_rows": "spec_k", "v_rows": "spec_v"})
+"""The row planes that an uncommitted call keeps, and where a later commit finds them."""
 PRODUCTS = ("o1c_qk", "o1c_pv")
 """The kernels that have a float16 variant."""
 
@@ -80,8 +85,11 @@ class Emitter:
 
     def emit(self, kernel: str, k: int, r0: int) -> Dispatch:
         """A kernel of a sub-chunk of `k` rows from `r0` on."""
-        splits = self.sizes.splits if kernel.startswith("o1c_tok") else self.sizes.psplits
-        params = stage_params(self.geometry, self.sizes, k, r0, splits)
+        if kernel == ARCHIVE:
+            params = archive_params(self.geometry, self.sizes, k, r0)
+        else:
+            splits = self.sizes.splits if kernel.startswith("o1c_tok") else self.sizes.psplits
+            params = stage_params(self.geometry, self.sizes, k, r0, splits)
         planes = [self.names.get(b.name, b.name) for b in KERNELS[kernel].bindings]
         name = kernel + "_f16" if self.fast and kernel in PRODUCTS else kernel
         return make_dispatch(name, planes, params)
@@ -107,6 +115,10 @@ class Emitter:
         """The outputs of a sub-chunk."""
         for kernel in ATTEND[path]:
             yield self.emit(kernel, k, r0)
+
+    def archive(self, k: int, r0: int) -> Iterator[Dispatch]:
+        """What a sub-chunk is about to evict, into the archive: before `commit`, which overwrites it."""
+        yield self.emit(ARCHIVE, k, r0)
 
     def commit(self, path: str, k: int, r0: int) -> Iterator[Dispatch]:
         """The state after a sub-chunk."""

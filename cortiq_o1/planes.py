@@ -16,9 +16,9 @@ from .geometry import Geometry
 
 Element = Literal["f32", "u32", "vec4<f32>", "vec4<u32>"]
 # state: a layer's own; rows: a call's input and output; pending: rows of an uncommitted call;
-# scratch: shared by all layers of a geometry, dead after the call; own: scratch of one layer, where
-# sharing would make a layer wait for the one before.
-Role = Literal["state", "rows", "pending", "scratch", "own"]
+# archive: what left a layer's ring lately; scratch: shared by all layers of a geometry, dead after the
+# call; own: scratch of one layer, where sharing would make a layer wait for the one before.
+Role = Literal["state", "rows", "pending", "archive", "scratch", "own"]
 
 SUB_ROWS = 64
 """Most rows of a sub-chunk: one lane of `o1c_far_e` each."""
@@ -39,7 +39,7 @@ FLUSH_ROWS = 4096
 
 META_WORDS = 8
 """Words of a group's row in `group_meta`."""
-META_LEN, META_HEAD, META_FAR_LEN, META_WINDOW, META_FAR_LIMIT, META_LANDMARKS = range(6)
+META_LEN, META_HEAD, META_FAR_LEN, META_WINDOW, META_FAR_LIMIT, META_LANDMARKS, META_EVICTED = range(7)
 NO_FAR_LIMIT = 0xFFFFFFFF
 
 MZ_MAX, MZ_TOTAL, MZ_RECENT, MZ_SHIFT, MZ_SECTIONS = range(5)
@@ -77,13 +77,16 @@ class Sizes:
     splits: int
     part: int
     record: int
+    archive: int
 
     @classmethod
-    def of(cls, geometry: Geometry, rows: int = 1, kcap: int = 1, workgroups: int = 256) -> Sizes:
+    def of(
+        cls, geometry: Geometry, rows: int = 1, kcap: int = 1, workgroups: int = 256, archive: int = 1
+    ) -> Sizes:
         """The sizes of `rows` rows in sub-chunks of at most `kcap` rows.
 
         `workgroups`: how many keep the device busy, see `planning.Limits`; the keys are split until
-        there are about as many.
+        there are about as many. `archive`: evictions that the archive holds, 1 where there is none.
         """
         near = geometry.window + geometry.sinks
         panel = -(-(near + kcap) // PANEL_ALIGN) * PANEL_ALIGN
@@ -106,6 +109,7 @@ class Sizes:
             splits=max(1, min(-(-workgroups // geometry.num_kv_heads), near // MIN_SPLIT_KEYS)),
             part=TP_WORDS + geometry.value_dim,
             record=TR_WORDS + TS_SECTIONS * geometry.landmarks,
+            archive=archive,
         )
 
 
@@ -146,7 +150,8 @@ PLANES: MappingProxyType[str, Plane] = MappingProxyType(
             _plane(
                 "group_meta", "u32", f"ng {META_WORDS}", "state",
                 "Per group: rows in the ring, slot of the oldest, rows folded, the group's window, "
-                "folded rows at which the far field closes, landmarks in use, two spare words.",
+                "folded rows at which the far field closes, landmarks in use, rows that have left the "
+                "ring so far, folded or not, wrapping at 2^32, a spare word.",
             ),
             _plane("ring_k", _V4, "ng near d", "state", "Keys: the ring's `w` slots, then the sinks."),
             _plane("ring_v", _V4, "ng near dv", "state", "Values, laid out as the keys."),
@@ -168,7 +173,15 @@ PLANES: MappingProxyType[str, Plane] = MappingProxyType(
             _plane("out", _V4, "rows nh dv", "rows", "The call's outputs."),
             _plane("spec_k", _V4, "rows ng d", "pending", "Keys of a call that has yet to be committed."),
             _plane("spec_v", _V4, "rows ng dv", "pending", "Values of such a call."),
-            _plane("spec_q", _V4, "rows nh d", "pending", "Its queries, which `o1c_tok_far` reads."),
+            _plane("spec_q", _V4, "rows nh d", "pending", "Queries of such a call."),
+            _plane(
+                "archive_q", _V4, "archive nh d", "archive",
+                "Queries of the rows that evicted, each group's heads in the slot of that group's eviction: "
+                "its number, as `group_meta` counts them, modulo `archive`. Where the count wraps, slots "
+                "run on only if `archive` is a power of two.",
+            ),
+            _plane("archive_k", _V4, "ng archive d", "archive", "Evicted keys, by the same slot."),
+            _plane("archive_v", _V4, "ng archive dv", "archive", "Evicted values, by the same slot."),
             _plane(
                 "far_rows", "f32", f"{S_SECTIONS} nh m kcap", "scratch",
                 "Per landmark and row of the sub-chunk: the evicted key's logit (-LARGE if none is "
@@ -222,6 +235,7 @@ PLANES: MappingProxyType[str, Plane] = MappingProxyType(
 )  # fmt: skip
 STATE_PLANES: tuple[str, ...] = tuple(p.name for p in PLANES.values() if p.role == "state")
 PENDING_PLANES: tuple[str, ...] = tuple(p.name for p in PLANES.values() if p.role == "pending")
+ARCHIVE_PLANES: tuple[str, ...] = tuple(p.name for p in PLANES.values() if p.role == "archive")
 OWN_PLANES: tuple[str, ...] = tuple(p.name for p in PLANES.values() if p.role == "own")
 MOVING_PLANES: tuple[str, ...] = ("group_meta", "ring_k", "ring_v", "far_mz", "t_hat")
 """The state planes that a committed row changes."""

@@ -12,9 +12,9 @@ from functools import lru_cache
 from .arrays import as_index
 from .errors import ArgumentTypeError, GeometryError
 from .geometry import Geometry
-from .paths import PATHS, SCRATCH, Emitter
-from .planes import MAX_LOOP_STEPS, MAX_PIECES, PLANES, SUB_ROWS, Sizes
-from .plans import SHADOW, Dispatch, Plan, base_plane, plane_bytes, with_barriers
+from .paths import KEPT_ROWS, PATHS, SCRATCH, Emitter
+from .planes import ARCHIVE_PLANES, MAX_LOOP_STEPS, MAX_PIECES, PLANES, SUB_ROWS, Sizes
+from .plans import SHADOW, Dispatch, Plan, base_plane, check_archive, plane_bytes, with_barriers
 
 BLOCK_ROWS = 256
 """Rows of one submit: bounds the time a device is busy without an answer, and the row planes."""
@@ -48,6 +48,9 @@ _CURES = {
     "q_tilde": "landmarks, head_dim or num_heads",
     "mix": "landmarks or num_heads",
     "t_hat": "landmarks, value_dim or num_heads",
+    "archive_q": "archive, head_dim or num_heads",
+    "archive_k": "archive, head_dim or num_kv_heads",
+    "archive_v": "archive, value_dim or num_kv_heads",
 }
 
 
@@ -64,16 +67,17 @@ def check_plane(name: str, sizes: Sizes, limits: Limits) -> None:
         )
 
 
-def check_state_fits(geometry: Geometry, limits: Limits) -> None:
-    """Raises `GeometryError` where a layer of this geometry cannot live on a device."""
-    sizes = Sizes.of(geometry)
+def check_state_fits(geometry: Geometry, limits: Limits, archive: int = 0) -> None:
+    """Raises `GeometryError` where a layer of this geometry, with an archive of so many evictions, cannot
+    live on a device."""
+    sizes = Sizes.of(geometry, archive=max(1, archive))
     if sizes.near > MAX_PIECES * MAX_LOOP_STEPS:
         raise GeometryError(
             f"window: {geometry.window} and {geometry.sinks} sinks, a kernel sums at most "
             f"{MAX_PIECES * MAX_LOOP_STEPS} keys; lower window"
         )
     for plane in PLANES.values():
-        if plane.role == "state" or plane.name in SCRATCH["stages"]:
+        if plane.role in ("state", "archive") or plane.name in SCRATCH["stages"]:
             check_plane(plane.name, sizes, limits)
 
 
@@ -147,33 +151,36 @@ def check_path(path: str) -> str:
 
 
 def _build(
-    geometry: Geometry, rows: int, commit: bool, path: str, limits: Limits, chunk: int, found: list[Dispatch]
-) -> Plan:
-    plan = Plan(geometry, rows, commit, path, chunk, limits.workgroups, with_barriers(found))
+    geometry: Geometry, rows: int, commit: bool, path: str, limits: Limits, sizes: Sizes, archive: int,
+    found: list[Dispatch],
+) -> Plan:  # fmt: skip
+    plan = Plan(geometry, rows, commit, path, sizes.kcap, limits.workgroups, with_barriers(found), archive)
     for name in plan.planes:
         check_plane(name, plan.sizes, limits)
     return plan
 
 
-def _checked_chunk(geometry: Geometry, rows: int, path: str, limits: Limits) -> int:
-    """`chunk_rows`, once the rows are known to fit: before a plan of a million dispatches is made."""
+def _checked_sizes(geometry: Geometry, rows: int, path: str, limits: Limits, archive: int) -> Sizes:
+    """Sizes with `chunk_rows`, once rows and archive are known to fit: before a plan of a million
+    dispatches is made."""
     chunk = chunk_rows(geometry, rows, path, limits)
-    sizes = Sizes.of(geometry, rows, chunk, limits.workgroups)
-    for name in ("q", "out", "k_rows", "v_rows"):
+    sizes = Sizes.of(geometry, rows, chunk, limits.workgroups, max(1, archive))
+    for name in ("q", "out", "k_rows", "v_rows", *ARCHIVE_PLANES):
         check_plane(name, sizes, limits)
-    return chunk
+    return sizes
 
 
 @lru_cache(maxsize=256)
-def _plan(geometry: Geometry, rows: int, commit: bool, path: str, limits: Limits, fast: bool) -> Plan:
-    chunk = _checked_chunk(geometry, rows, path, limits)
-    emit = Emitter(geometry, Sizes.of(geometry, rows, chunk, limits.workgroups), fast)
+def _plan(
+    geometry: Geometry, rows: int, commit: bool, path: str, limits: Limits, fast: bool, archive: int
+) -> Plan:
+    sizes = _checked_sizes(geometry, rows, path, limits, archive)
+    chunk = sizes.kcap
+    emit = Emitter(geometry, sizes, fast)
     found: list[Dispatch] = []
     if not commit:
         # A later commit needs the rows; the caller's buffers may be gone by then.
-        found += [emit.copy("k_rows", "spec_k"), emit.copy("v_rows", "spec_v")]
-        if path in ("auto", "token"):
-            found.append(emit.copy("q", "spec_q"))
+        found += [emit.copy(row, kept) for row, kept in KEPT_ROWS.items()]
         if rows > chunk:
             found += emit.fork()
     for r0, k in sub_chunks(rows, chunk):
@@ -181,22 +188,30 @@ def _plan(geometry: Geometry, rows: int, commit: bool, path: str, limits: Limits
         found += emit.attend(taken, k, r0)
         # Without a commit the last sub-chunk's state is nobody's.
         if commit or r0 + k < rows:
+            if commit and archive:
+                found += emit.archive(k, r0)
             found += emit.commit(taken, k, r0)
-    return _build(geometry, rows, commit, path, limits, chunk, found)
+    return _build(geometry, rows, commit, path, limits, sizes, archive, found)
 
 
 @lru_cache(maxsize=256)
-def commit_plan(geometry: Geometry, rows: int, path: str = "auto", limits: Limits = Limits()) -> Plan:
-    """The plan that moves the state over the first `rows` rows kept by an uncommitted call."""
-    chunk = _checked_chunk(geometry, rows, path, limits)
-    sizes = Sizes.of(geometry, rows, chunk, limits.workgroups)
-    emit = Emitter(geometry, sizes, names={"q": "spec_q", "k_rows": "spec_k", "v_rows": "spec_v"})
+def commit_plan(
+    geometry: Geometry, rows: int, path: str = "auto", limits: Limits = Limits(), archive: int = 0
+) -> Plan:
+    """The plan that moves the state over the first `rows` rows kept by an uncommitted call, and the
+    archive with it, see `plan`."""
+    archive = check_archive(archive)
+    sizes = _checked_sizes(geometry, rows, path, limits, archive)
+    chunk = sizes.kcap
+    emit = Emitter(geometry, sizes, names=KEPT_ROWS)
     found: list[Dispatch] = []
     for r0, k in sub_chunks(rows, chunk):
         taken = path_of(k, path, geometry, chunk, limits)
         found += emit.evict(taken, k, r0)
+        if archive:
+            found += emit.archive(k, r0)
         found += emit.commit(taken, k, r0)
-    return _build(geometry, rows, True, path, limits, chunk, found)
+    return _build(geometry, rows, True, path, limits, sizes, archive, found)
 
 
 def plan(
@@ -206,6 +221,7 @@ def plan(
     path: str = "auto",
     limits: Limits | None = None,
     precision: str = "exact",
+    archive: int = 0,
 ) -> Plan:
     """The dispatches of a call over `rows` rows.
 
@@ -217,18 +233,20 @@ def plan(
             "stages", or "auto": each sub-chunk takes the one that suits its rows.
         limits: what the device grants; WebGPU's default limits if None.
         precision: "exact", or "fast" to round the products' operands to float16 where the device can.
+        archive: evictions that the layer's archive holds, at least `planes.SUB_ROWS`; 0 where it has none.
+            What a committed row evicts goes there, with the row's queries.
 
     Raises:
         GeometryError: a plane or a grid passes the limits, or the path cannot serve; names the field
             to lower.
-        ArgumentError, ArgumentTypeError: `rows` is not a positive integer.
+        ArgumentError, ArgumentTypeError: `rows` is not a positive integer, `archive` none of the above.
     """
     if not isinstance(geometry, Geometry):
         raise ArgumentTypeError(f"geometry: {type(geometry).__name__}, expected a Geometry")
     rows = as_index("rows", rows, 1)
     limits = limits or Limits()
     fast = check_precision(precision) == "fast" and limits.float16
-    return _plan(geometry, rows, bool(commit), check_path(path), limits, fast)
+    return _plan(geometry, rows, bool(commit), check_path(path), limits, fast, check_archive(archive))
 
 
 PRECISIONS: tuple[str, ...] = ("exact", "fast")

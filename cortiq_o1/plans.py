@@ -11,8 +11,9 @@ from typing import Any
 from .arrays import as_index
 from .errors import ArgumentError, CortiqError
 from .geometry import Geometry
-from .kernels import KERNELS, Grid, Params
-from .planes import PLANES, Plane, Sizes
+from .kernels import KERNELS, Grid
+from .params import Params
+from .planes import PLANES, SUB_ROWS, Plane, Sizes
 
 FORMAT, VERSION = "cortiq-o1-plan", 1
 SHADOW = "shadow."
@@ -46,7 +47,8 @@ class Plan:
     """A call's dispatches in order, with the barriers between them.
 
     `rows` rows go through in sub-chunks of at most `chunk`; `commit` says whether the state moves;
-    `workgroups` is what the keys were split for.
+    `workgroups` is what the keys were split for; `archive` how many evictions the layer's archive holds,
+    0 where it has none.
     """
 
     geometry: Geometry
@@ -56,6 +58,7 @@ class Plan:
     chunk: int
     workgroups: int
     steps: tuple[Dispatch | Barrier, ...]
+    archive: int = 0
 
     @cached_property
     def dispatches(self) -> tuple[Dispatch, ...]:
@@ -70,7 +73,7 @@ class Plan:
     @cached_property
     def sizes(self) -> Sizes:
         """What the symbols of the planes' shapes stand for."""
-        return Sizes.of(self.geometry, self.rows, self.chunk, self.workgroups)
+        return Sizes.of(self.geometry, self.rows, self.chunk, self.workgroups, max(1, self.archive))
 
     @cached_property
     def planes(self) -> dict[str, int]:
@@ -113,6 +116,7 @@ class Plan:
                 "path": self.path,
                 "chunk": self.chunk,
                 "workgroups": self.workgroups,
+                "archive": self.archive,
                 "planes": self.planes,
                 "steps": steps,
             }
@@ -128,6 +132,7 @@ class Plan:
             sizes = {name: as_index(name, data[name], 1) for name in ("rows", "chunk", "workgroups")}
             if not isinstance(data["commit"], bool) or not isinstance(data["path"], str):
                 raise ValueError(f"commit {data['commit']!r}, path {data['path']!r}")
+            sizes["archive"] = check_archive(data.get("archive", 0))  # older plans have none
             return cls(
                 geometry=Geometry.from_dict(data["geometry"]),
                 commit=data["commit"],
@@ -174,6 +179,15 @@ def _step(data: dict[str, Any]) -> Dispatch | Barrier:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"{kernel.name}: {name} {value!r}")
     return Dispatch(kernel.name, planes, (x, y, z), frozen(params))
+
+
+def check_archive(archive: int) -> int:
+    """`archive` as a plan takes it: 0 for none, else at least `SUB_ROWS`, so that the evictions of a
+    sub-chunk have a slot each. Raises `ArgumentError` or `ArgumentTypeError` for anything else."""
+    archive = as_index("archive", archive, 0)
+    if 0 < archive < SUB_ROWS:
+        raise ArgumentError(f"archive: {archive}, expected 0 or at least {SUB_ROWS}")
+    return archive
 
 
 def base_plane(name: str) -> Plane:

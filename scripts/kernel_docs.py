@@ -6,14 +6,15 @@ import sys
 from pathlib import Path
 
 from cortiq_o1.geometry import Geometry
-from cortiq_o1.kernels import COPY_PARAMS, KERNELS, STAGE_PARAMS, Field, Grid, Kernel, params_dtype
+from cortiq_o1.kernels import KERNELS, Grid, Kernel
+from cortiq_o1.params import ARCHIVE_PARAMS, COPY_PARAMS, STAGE_PARAMS, Field, params_dtype
 from cortiq_o1.paths import ATTEND, COMMIT, Emitter
 from cortiq_o1.planes import META_WORDS, PLANES, Sizes
 from cortiq_o1.planning import BLOCK_ROWS, GEMM_ROWS
 
 TARGET = Path(__file__).parents[1] / "docs" / "kernels.md"
 EXAMPLE = Geometry(32, 8, 128)
-EXAMPLE_ROWS = 64
+EXAMPLE_ROWS, EXAMPLE_ARCHIVE = 64, 256
 
 INTRO = f"""# Kernels and planes
 
@@ -27,9 +28,9 @@ limits suffice, and no optional feature is used but `shader-f16` by the kernels 
 Symbols: `ng` KV heads (groups), `nh` query heads, `m` landmarks, `d` key width, `dv` value width, `w` ring
 capacity, `near` ring capacity and sinks, `rows` rows of the call, `kcap` rows of the longest sub-chunk,
 `pieces` pieces of the value sum, `panel` columns of a panel, `psplits` splits of its columns in the value
-sum, `splits` splits of the keys of one row, `part` and `record` words of `tok_part` and `tok_record`. Shapes
-are in 4-byte scalars, outermost first. Buffers are rounded up to 16 bytes. A call of more than {BLOCK_ROWS}
-rows goes to the device in several submits.
+sum, `splits` splits of the keys of one row, `part` and `record` words of `tok_part` and `tok_record`,
+`archive` evictions that the archive holds. Shapes are in 4-byte scalars, outermost first. Buffers are
+rounded up to 16 bytes. A call of more than {BLOCK_ROWS} rows goes to the device in several submits.
 
 The kernels answer to those of the same name in cortiq-engine (see `NOTICE`); each section says where one
 deviates from its forerunner.
@@ -38,6 +39,7 @@ deviates from its forerunner.
 PATHS_TEXT = f"""A sub-chunk of one row takes the path "token", one of {GEMM_ROWS} rows and more "gemm" where
 its scratch fits, any other "stages"; `plan(..., path=...)` or `CORTIQ_O1_PATH` forces one. A row that is not
 committed leaves out the last column, a later commit runs the first kernel of a path and the last column.
+Where a layer has an archive, `o1c_archive` comes before the last column.
 
 ## Precision
 
@@ -87,8 +89,8 @@ def _paths() -> list[str]:
 def _example(kernel: Kernel) -> tuple[str, Grid]:
     """Rows of the example in words, and the kernel's grid for them."""
     k = 1 if kernel.name in (*ATTEND["token"], *COMMIT["token"]) else EXAMPLE_ROWS
-    sizes = Sizes.of(EXAMPLE, k, k)
-    if kernel.params is STAGE_PARAMS:
+    sizes = Sizes.of(EXAMPLE, k, k, archive=EXAMPLE_ARCHIVE)
+    if kernel.params is not COPY_PARAMS:
         params = dict(Emitter(EXAMPLE, sizes).emit(kernel.name, k, 0).params)
     else:
         params = {"count": PLANES["k_rows"].nbytes(sizes) // 16, "src_at": 0, "dst_at": 0, "pad0": 0}
@@ -105,6 +107,7 @@ def render() -> str:
     lines += ["", f"A row of `group_meta` has {META_WORDS} words: a batch of sequences is more groups.", ""]
     lines += ["## Parameters", ""]
     lines += _params_table("`Params` of the stages", STAGE_PARAMS)
+    lines += _params_table("`Params` of `o1c_archive`", ARCHIVE_PARAMS)
     lines += _params_table("`Params` of `o1c_copy`", COPY_PARAMS)
     lines += _paths()
     lines += ["## Kernels", ""]

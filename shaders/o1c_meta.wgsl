@@ -1,8 +1,8 @@
-// Ring length, head and far count after the sub-chunk.
+// Ring length, head, far count and evictions after the sub-chunk.
 //
-//   group_meta [G][8] u32   see shared/group.wgsl; length, head and far count written
+//   group_meta [G][8] u32   see shared/group.wgsl; length, head, far count, evictions written
 //
-// One lane a group. Rows evicted once the far field is closed leave the ring uncounted.
+// One lane a group. Rows evicted once the far field is closed count as evicted, not as folded.
 
 //#include shared/params.wgsl
 //#include shared/group.wgsl
@@ -22,4 +22,5 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
     group_meta[at + META_LEN] = min(group.len + params.k, group.window);
     group_meta[at + META_HEAD] = ring_slot(group, evicted);
     group_meta[at + META_FAR_LEN] = group.far_len + (folds.end - folds.first);
+    group_meta[at + META_EVICTED] = group.evicted + evicted;
 }

@@ -94,6 +94,7 @@ fn main(@builtin(workgroup_id) wid: vec3<u32>, @builtin(local_invocation_index) 
             let at = g * META_WORDS;
             if (tok_record[record + TR_EVICTS] > 0.5) {
                 group_meta[at + META_HEAD] = ring_slot(group, 1u);
+                group_meta[at + META_EVICTED] = group.evicted + 1u;
             } else {
                 group_meta[at + META_LEN] = group.len + 1u;
             }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,16 @@ from cortiq_o1 import hazards
 from cortiq_o1.errors import ArgumentError, GeometryError
 from cortiq_o1.geometry import Geometry
 from cortiq_o1.paths import PATHS
-from cortiq_o1.planes import PLANES, SUB_ROWS, Sizes
-from cortiq_o1.planning import Limits, block_rows, chunk_rows, commit_plan, plan, sub_chunks
+from cortiq_o1.planes import ARCHIVE_PLANES, PENDING_PLANES, PLANES, SUB_ROWS, Sizes
+from cortiq_o1.planning import (
+    Limits,
+    block_rows,
+    check_state_fits,
+    chunk_rows,
+    commit_plan,
+    plan,
+    sub_chunks,
+)
 from cortiq_o1.plans import Barrier, Dispatch, Plan, plane_bytes
 
 SMALL = Geometry(4, 2, 8, window=16, sinks=2, landmarks=4)
@@ -27,11 +36,11 @@ GEOMETRIES = {
 }
 
 
-def all_plans(geometry: Geometry, rows: int, path: str = "auto") -> list[Plan]:
+def all_plans(geometry: Geometry, rows: int, path: str = "auto", archive: int = 0) -> list[Plan]:
     return [
-        plan(geometry, rows, True, path),
-        plan(geometry, rows, False, path),
-        commit_plan(geometry, rows, path),
+        plan(geometry, rows, True, path, archive=archive),
+        plan(geometry, rows, False, path, archive=archive),
+        commit_plan(geometry, rows, path, archive=archive),
     ]
 
 
@@ -48,12 +57,25 @@ PICKED = [
 ]
 
 
+PICKED += [
+    pytest.param(p, id=f"{name}-{path}-{rows}-{kind}-archive")
+    for name in ("small", "windows-differ")
+    for path in PATHS
+    for rows in (1, 9, 28)
+    if rows <= LONGEST[path]
+    for p, kind in zip(
+        all_plans(GEOMETRIES[name], rows, path, 100), ("commit", "verify", "accept"), strict=True
+    )
+]
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     geometry = draw(geometries(80))
     path = draw(st.sampled_from(PATHS))
     rows = draw(st.integers(1, 4 * min(SUB_ROWS, geometry.min_window) if path != "token" else 12))
-    return draw(st.sampled_from(all_plans(geometry, rows, path)))
+    archive = draw(st.sampled_from([0, SUB_ROWS, 99]))
+    return draw(st.sampled_from(all_plans(geometry, rows, path, archive)))
 
 
 def assert_sound(p: Plan) -> None:
@@ -141,6 +163,84 @@ def test_near_and_far_of_one_row_do_not_wait_for_each_other(commit: bool) -> Non
     # group_meta, ring and far field turn from read to written; tok_record stays read.
     if commit:
         assert set(waits["o1c_tok_commit"]) == {"group_meta", "ring_k", "ring_v", "far_mz", "t_hat"}
+
+
+# The archive.
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rows", [1, 2, 20, 33])
+def test_an_archive_takes_each_committed_sub_chunk_and_waits_for_nothing(path: str, rows: int) -> None:
+    limits, archive = Limits(), SUB_ROWS
+    pairs = [
+        (plan(SMALL, rows, True, path), plan(SMALL, rows, True, path, archive=archive)),
+        (commit_plan(SMALL, rows, path), commit_plan(SMALL, rows, path, archive=archive)),
+    ]
+    for without, with_archive in pairs:
+        rest = [[d for d in stage if d.kernel != "o1c_archive"] for stage in with_archive.stages()]
+        assert rest == without.stages()
+        chunk = chunk_rows(SMALL, rows, path, limits)
+        taken = [dict(d.params) for d in with_archive.dispatches if d.kernel == "o1c_archive"]
+        assert [(p["r0"], p["k"]) for p in taken] == list(sub_chunks(rows, chunk))
+        assert all(p["archive"] == archive for p in taken)
+        last = [stage[-1].kernel for stage in with_archive.stages()[:-1]]
+        assert last.count("o1c_archive") == len(taken), "it is the last before the commit's barrier"
+        each = zip(with_archive.dispatches, hazards.implied(with_archive), strict=True)
+        waits = [set(planes) for d, planes in each if d.kernel == "o1c_archive"]
+        # Nor does wgpu wait, but for what the sub-chunk before in the same submission wrote.
+        assert not waits[0]
+        assert all(planes <= {*ARCHIVE_PLANES, "ring_v"} for planes in waits)
+    queries = {d.planes[1] for d in pairs[1][1].dispatches if d.kernel == "o1c_archive"}
+    assert queries == {"spec_q"}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rows", [1, 33])
+def test_an_uncommitted_call_keeps_all_rows_and_archives_nothing(path: str, rows: int) -> None:
+    p = plan(SMALL, rows, False, path, archive=SUB_ROWS)
+    assert p.dispatches == plan(SMALL, rows, False, path).dispatches
+    assert not any(d.kernel == "o1c_archive" for d in p.dispatches)
+    copies = {d.planes for d in p.dispatches if d.kernel == "o1c_copy"}
+    assert copies >= {("q", "spec_q"), ("k_rows", "spec_k"), ("v_rows", "spec_v")}
+    assert set(PENDING_PLANES) <= set(p.planes)
+
+
+def test_an_archive_written_without_a_commit_is_found() -> None:
+    p = replace(plan(SMALL, 3, path="stages", archive=SUB_ROWS), commit=False)
+    for plane in ARCHIVE_PLANES:
+        assert any(f"writes {plane}, though the state must stay" in problem for problem in hazards.check(p))
+
+
+@pytest.mark.parametrize("archive", [-1, 1, SUB_ROWS - 1])
+def test_an_archive_too_short_for_a_sub_chunk_is_refused(archive: int) -> None:
+    data = json.loads(plan(SMALL, 3, archive=SUB_ROWS).to_json())
+    with pytest.raises(ArgumentError, match=f"archive: {archive}, expected"):
+        plan(SMALL, 3, archive=archive)
+    with pytest.raises(ArgumentError, match=f"archive: {archive}, expected"):
+        commit_plan(SMALL, 3, archive=archive)
+    with pytest.raises(ArgumentError, match=f"archive: {archive}, expected"):
+        Plan.from_json(json.dumps(data | {"archive": archive}))
+
+
+@pytest.mark.parametrize("commit", [True, False])
+def test_an_archive_past_a_binding_is_refused(commit: bool) -> None:
+    message = r"archive_q: \d+ bytes, .*; lower archive, head_dim or num_heads"
+    fits = Limits().binding_bytes // (4 * 4 * 8)
+    assert plan(SMALL, 1, commit, archive=fits).archive == fits
+    with pytest.raises(GeometryError, match=message):
+        plan(SMALL, 1, commit, archive=fits + 1)
+    with pytest.raises(GeometryError, match=message):
+        commit_plan(SMALL, 1, archive=fits + 1)
+    check_state_fits(SMALL, Limits(), fits)
+    with pytest.raises(GeometryError, match=message):
+        check_state_fits(SMALL, Limits(), fits + 1)
+
+
+def test_a_plan_written_before_there_were_archives_still_loads() -> None:
+    p = plan(SMALL, 3)
+    data = json.loads(p.to_json())
+    assert data.pop("archive") == 0
+    assert Plan.from_json(json.dumps(data)) == p
 
 
 def test_auto_takes_each_sub_chunk_on_the_path_of_its_rows() -> None:

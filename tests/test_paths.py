@@ -15,7 +15,6 @@ import cortiq_o1 as o1
 from cortiq_o1.devices import CPU_LIMITS, PATH_VARIABLE, chosen_path, cpu_info
 from cortiq_o1.gpu.buffers import COPY_DST, STORAGE
 from cortiq_o1.paths import PATHS
-from cortiq_o1.planning import commit_plan
 from cortiq_o1.plans import Plan
 from cortiq_o1.reference import ReferenceLayer, worst_error
 from cortiq_o1.verification.float16 import float16_bound
@@ -153,17 +152,6 @@ def test_an_encoded_call_keeps_what_its_commit_reads(gpu: o1.Device, path: str) 
     layer.commit(4)
     straight.attend(*part(new, slice(4)))
     assert_same_planes(layer.state().planes, straight.state().planes)
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_only_a_path_that_reads_queries_again_keeps_them(gpu: o1.Device, path: str) -> None:
-    state, rows = stream()
-    engine = o1.open_device(gpu.gpu, path).engine
-    resident = engine.upload(COMMITS, state.planes)
-    engine.attend(resident, *part(rows, slice(2)), commit=False)
-    reads = any("spec_q" in d.planes for d in commit_plan(COMMITS, 1, path, engine.limits).dispatches)
-    assert reads == (path in ("auto", "token"))
-    assert ("spec_q" in resident.buffers) == reads
 
 
 # Choosing.

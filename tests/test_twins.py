@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from plan_support import CASES, PLAIN, Array, Planes, assert_close, cut, run, sealed, stream
 from support import Rows, geometries
 
-from cortiq_o1.cpu.executor import POISON
+from cortiq_o1.cpu.executor import POISON, run_plan
 from cortiq_o1.cpu.twins import TWINS
 from cortiq_o1.geometry import Geometry
 from cortiq_o1.kernels import KERNELS
 from cortiq_o1.paths import ATTEND, COMMIT, PATHS
 from cortiq_o1.planes import (
+    ARCHIVE_PLANES,
     FLUSH_ROWS,
+    META_EVICTED,
     META_FAR_LEN,
     META_FAR_LIMIT,
     META_HEAD,
@@ -27,12 +29,15 @@ from cortiq_o1.planes import (
     MZ_MAX,
     MZ_RECENT,
     MZ_TOTAL,
+    PLANES,
     T_RECENT,
     T_TOTAL,
     TR_WORDS,
     TS_SECTIONS,
+    Sizes,
 )
-from cortiq_o1.plans import Dispatch
+from cortiq_o1.planning import commit_plan, plan
+from cortiq_o1.plans import Dispatch, base_plane
 from cortiq_o1.reference import ReferenceLayer, worst_error
 from cortiq_o1.sealing import seal
 
@@ -315,7 +320,7 @@ def test_twins_write_only_what_is_theirs(path: str) -> None:
                 mask[g, (head + length + np.arange(k)) % window] = True
             else:
                 assert name == "group_meta"
-                mask[g, [META_LEN, META_HEAD, META_FAR_LEN]] = True
+                mask[g, [META_LEN, META_HEAD, META_FAR_LEN, META_EVICTED]] = True
         return mask
 
     meta = planes["group_meta"].copy()
@@ -324,6 +329,70 @@ def test_twins_write_only_what_is_theirs(path: str) -> None:
     # Of auto's sub-chunks, of 16 rows at most, the last ones have 14 and 10.
     assert set(seen) == {k for p in taken if p != "token" or path == p for k in (*ATTEND[p], *COMMIT[p])}
     assert all(seen.values())
+
+
+@st.composite
+def archived(draw: st.DrawFn) -> tuple[Geometry, int, str, list[int], int]:
+    geometry = draw(geometries(24))
+    longest = 6 if draw(st.booleans()) else 90
+    calls = draw(st.lists(st.integers(1, longest), min_size=1, max_size=3))
+    fold = draw(st.sampled_from(["always", "prompt", "never"]))
+    return geometry, draw(st.sampled_from([64, 71, 200])), fold, calls, draw(st.integers(0, 2**20))
+
+
+@given(archived(), st.booleans())
+@settings(max_examples=25, deadline=None)
+@each_path
+def test_the_archive_holds_what_left_the_ring_last(
+    path: str, layer: tuple[Geometry, int, str, list[int], int], verified: bool
+) -> None:
+    """Keys and values as the stream had them, the queries of the rows that pushed them out, no more."""
+    geometry, archive, fold, calls, seed = layer
+    prompt = geometry.exact_rows + 5
+    old, new = stream(geometry, prompt, seed), stream(geometry, sum(calls), seed + 1)
+    state = dict(seal(*old, geometry, fold=fold).planes)
+    planes = {name: array.copy() for name, array in state.items()}
+    sizes = Sizes.of(geometry, archive=archive)
+    for name in ARCHIVE_PLANES:
+        planes[name] = np.full(PLANES[name].dims(sizes), POISON)
+    at = 0
+    for n in calls:
+        archive_rows(planes, geometry, cut(new, at, at + n), path, archive, verified)
+        at += n
+    _, k, v = (np.concatenate(pair) for pair in zip(old, new, strict=True))
+    for g, window in enumerate(geometry.group_windows):
+        heads = slice(g * geometry.heads_per_group, (g + 1) * geometry.heads_per_group)
+        held, total = (max(0, rows - geometry.sinks - window) for rows in (prompt, len(k)))
+        assert state["group_meta"][g, META_EVICTED] == held
+        assert planes["group_meta"][g, META_EVICTED] == total
+        seen = np.zeros(archive, bool)
+        for eviction in range(max(held, total - archive), total):
+            slot, row = eviction % archive, geometry.sinks + eviction
+            seen[slot] = True
+            np.testing.assert_array_equal(planes["archive_k"][g, slot], k[row, g])
+            np.testing.assert_array_equal(planes["archive_v"][g, slot], v[row, g])
+            np.testing.assert_array_equal(
+                planes["archive_q"][slot, heads], new[0][row + window - prompt, heads]
+            )
+        assert (planes["archive_k"][g, ~seen] == POISON).all()
+        assert (planes["archive_v"][g, ~seen] == POISON).all()
+        assert (planes["archive_q"][~seen, heads] == POISON).all()
+
+
+def archive_rows(
+    planes: Planes, geometry: Geometry, rows: Rows, path: str, archive: int, verified: bool
+) -> None:
+    """The rows through a committed plan, or through a commit of what an uncommitted call keeps."""
+    n = len(rows[0])
+    if verified:
+        todo, names = commit_plan(geometry, n, path, archive=archive), ("spec_q", "spec_k", "spec_v")
+    else:
+        todo, names = plan(geometry, n, path=path, archive=archive), ("q", "k_rows", "v_rows")
+    bound = planes | dict(zip(names, rows, strict=True))
+    for name in todo.planes:
+        if name not in bound:
+            bound[name] = np.full(base_plane(name).dims(todo.sizes), POISON, np.float32)
+    run_plan(todo, bound)
 
 
 def test_copy_moves_bits_of_the_range_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,15 +12,18 @@ import numpy as np
 import pytest
 
 import cortiq_o1 as o1
+from cortiq_o1 import exact_stream
 from cortiq_o1.cli import verify
 from cortiq_o1.cli.main import main
 from cortiq_o1.cpu import executor
 from cortiq_o1.cpu.twins import TWINS
+from cortiq_o1.engine import Accepted
 from cortiq_o1.errors import ArgumentError, DeviceError, DeviceLostError
 from cortiq_o1.gpu.shaders import source as shader_source
 from cortiq_o1.kernels import KERNELS
 from cortiq_o1.paths import PATHS
 from cortiq_o1.planes import HD_FAR, HD_HAVE, HD_MAX, S_MASS
+from cortiq_o1.sealing import sealed_state
 from cortiq_o1.verification import kernel_cases, layer_cases
 from cortiq_o1.verification.deviation import compare
 from cortiq_o1.verification.kernels import Step, check_step, trace
@@ -82,6 +86,18 @@ FAULTS = {
     "gain-not-rescaled": ("o1c_tok_far", "loud-token", "= gain * kept;", "= gain;"),
     "evicted-row-forgotten": ("o1c_tok_merge", "two-sub-chunks-token", "have && folds", "have && !folds"),
     "token-levels-never-join": ("o1c_tok_commit", "levels-join-token", "if (flushes) {", "if (false) {"),
+    "evictions-uncounted": (
+        "o1c_tok_commit", "two-sub-chunks-token", "group.evicted + 1u", "group.evicted"
+    ),
+    "only-folds-counted": (
+        "o1c_meta", "far-closes", "group.evicted + evicted", "group.evicted + folds.end - folds.first"
+    ),
+    "archive-starts-over": ("o1c_archive", "two-sub-chunks", "(group.evicted + (i - first))", "(i - first)"),
+    "archive-of-first-rows": ("o1c_archive", "two-sub-chunks", "params.r0 + i", "i"),
+    "archive-of-younger-keys": (
+        "o1c_archive", "ring-fills", "ring_row(group, g, i - first)", "ring_row(group, g, i)"
+    ),
+    "archive-of-rows-that-evict-nothing": ("o1c_archive", "far-empty", "if (i < first)", "if (false)"),
     "head-stands-still": ("o1c_tok_commit", "two-sub-chunks-token", "ring_slot(group, 1u)", "group.head"),
 }  # fmt: skip
 
@@ -140,7 +156,7 @@ def test_the_twins_pass_their_own_check(case: kernel_cases.KernelCase) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1.0], ids=["nan", "infinite", "off"])
 def test_one_wrong_element_is_seen(kernel: str, value: float, rng: np.random.Generator) -> None:
-    cases = ("uncommitted", "uncommitted-gemm", "uncommitted-token", "float16-edges")
+    cases = ("uncommitted", "uncommitted-gemm", "uncommitted-token", "float16-edges", "two-sub-chunks")
     step = next(s for case in cases for s in traced(case) if s.dispatch.kernel == kernel)
     names = [b.name for b in KERNELS[kernel].bindings if b.access == "read_write"]
     for name in names:
@@ -260,8 +276,8 @@ class _Wrong:
         layer, change = self.device.load(state), self.change
 
         class Wrong:
-            def attend(self, q: Any, k: Any, v: Any, commit: bool) -> np.ndarray:
-                return change(layer, layer.attend(q, k, v, commit=commit))
+            def attend(self, q: Any, k: Any, v: Any, commit: bool, draft: str = "") -> np.ndarray:
+                return change(layer, layer.attend(q, k, v, commit=commit, draft=draft))
 
             def __getattr__(self, name: str) -> Any:
                 return getattr(layer, name)
@@ -280,9 +296,7 @@ def _nan(layer: Any, out: np.ndarray) -> np.ndarray:
 
 
 def _lost_commit(layer: Any, out: np.ndarray) -> np.ndarray:
-    if layer.pending:
-        layer.commit(0)
-        layer.commit = lambda rows: None
+    layer.commit = lambda rows, draft: o1.Layer.commit(layer, 0)
     return out
 
 
@@ -291,6 +305,81 @@ def test_a_wrong_layer_is_seen(change: Any) -> None:
     clustered = known(LAYER_CASES["clustered"])
     assert not check_layer(clustered, _Wrong(change)).passed  # type: ignore[arg-type]
     assert check_layer(clustered, _Wrong(lambda layer, out: out)).passed  # type: ignore[arg-type]
+
+
+def _commit(change: Callable[[Accepted], Accepted]) -> Callable[..., Any]:
+    return lambda commit: lambda accepted: commit([change(one) for one in accepted])
+
+
+# A picked case that must show the fault, what of the engine is at fault, and a wrong one made from it.
+SABOTAGE: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
+    "commit-one-short": (
+        "drafts", "commit", _commit(lambda one: replace(one, rows=max(0, one.rows - 1)))
+    ),
+    "commit-of-another-draft": (
+        "drafts", "commit",
+        _commit(lambda one: replace(one, draft="0", rows=min(one.rows, len(one.resident.drafts["0"][0])))
+                if "0" in one.resident.drafts else one),
+    ),
+    "snapshot-moves-along": ("snapshots", "fork", lambda fork: lambda resident: resident),
+    "restore-does-nothing": ("snapshots", "assign", lambda assign: lambda resident, source: None),
+    "short-snapshot-moves-along": ("crossing-back", "fork", lambda fork: lambda resident: resident),
+    "rows-after-the-seal-lost": (
+        "crossing-drafts", "commit", _commit(lambda one: one if one.draft else replace(one, rows=0))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", SABOTAGE)
+def test_a_wrong_commit_or_restore_is_seen(fault: str) -> None:
+    case, method, wrong = SABOTAGE[fault]
+    device = o1.open_device("cpu")
+    assert check_layer(known(LAYER_CASES[case]), device).passed
+    setattr(device.engine, method, wrong(getattr(device.engine, method)))
+    suite = Suite([target_of({"direct": device}, "NumPy", "cpu")])
+    suite.run(Cases.of("quick", 0, case))
+    assert suite.failed
+    (failure,) = suite.failures
+    assert failure.row == case
+
+
+@pytest.mark.parametrize("left_out", [0, -1], ids=["oldest", "newest"])
+def test_a_seal_that_misses_a_row_is_seen(monkeypatch: pytest.MonkeyPatch, left_out: int) -> None:
+    def missing(q: Any, k: Any, v: Any, *how: Any) -> o1.LayerState:
+        return sealed_state(*(np.delete(x, left_out, axis=0) for x in (q, k, v)), *how)
+
+    case = known(LAYER_CASES["crossing"])
+    device = o1.open_device("cpu")
+    assert check_layer(case, device).passed
+    monkeypatch.setattr(exact_stream, "sealed_state", missing)
+    assert not check_layer(case, device).passed
+
+
+def test_a_layer_that_seals_itself_too_late_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While all rows are exact outputs need not differ much: the state at the end does."""
+    state, rows = LAYER_CASES["crossing"].make()
+    exact = layer_cases.LayerCase("exact", state.geometry, 0, layer_cases.calls(22, 1))
+    found = truth(exact)
+    assert check_layer(found, o1.open_device("cpu")).passed
+    monkeypatch.setattr(o1.Layer, "state", lambda self: o1.seal(*(x[:22] for x in rows), state.geometry))
+    late = check_layer(found, o1.open_device("cpu"))
+    assert not late.passed
+    assert late.where == "sealed is False, expected True"
+
+
+def test_every_level_has_drafts_snapshots_and_the_crossing() -> None:
+    for level in ("quick", "default", "full"):
+        cases = Cases.of(level, 0).layers
+        assert {"drafts", "snapshots", "crossing"} <= {c.name for c in cases}
+    kinds = {
+        type(call) for c in Cases.of("full", 0).layers if c.name.startswith("random-") for call in c.calls
+    }
+    assert kinds == {layer_cases.Attend, layer_cases.Drafts, layer_cases.TakeSnapshot, layer_cases.Restore}
+    assert any(
+        c.prompt <= c.geometry.exact_rows < c.prompt + c.streamed
+        for c in Cases.of("quick", 0).layers
+        if c.name.startswith("random-")
+    ), "no random case of a quick run seals itself"
 
 
 def test_the_parity_geometries_have_a_bound_of_their_own() -> None:

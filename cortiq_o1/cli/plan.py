@@ -37,6 +37,13 @@ def register(subparsers: Any) -> None:
         default="exact",
         help="of the matrix products; fast takes a device with 16-bit floats for granted (default exact)",
     )
+    parser.add_argument(
+        "--archive",
+        type=int,
+        default=0,
+        metavar="N",
+        help="evictions that the layer's archive holds (default 0)",
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="the plan as JSON, as `Plan.from_json` reads it")
     form.add_argument("--mermaid", action="store_true", help="the plan as a Mermaid flowchart")
@@ -91,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
         path=chosen_path(args.path),
         limits=Limits(float16=args.precision == "fast"),
         precision=args.precision,
+        archive=args.archive,
     )
     if args.json:
         sys.stdout.write(made.to_json() + "\n")

@@ -26,6 +26,7 @@ from ..planes import (
     HD_INV,
     HD_MAX,
     LARGE,
+    META_EVICTED,
     META_FAR_LEN,
     META_FAR_LIMIT,
     META_HEAD,
@@ -47,6 +48,8 @@ from ..planes import (
 )
 
 Params = Mapping[str, int | float]
+WORDS = 1 << 32
+"""Where a word of `group_meta` wraps."""
 Array = npt.NDArray[Any]
 Twin = Callable[..., None]
 
@@ -66,6 +69,8 @@ class _Group(NamedTuple):
     """The first row of the sub-chunk that evicts one: `j0`."""
     folded: int
     """Rows folded over the whole sub-chunk; those evicted past the far limit are not."""
+    evicted: int
+    """Rows evicted before the sub-chunk, modulo 2^32."""
 
     def near(self, i: int) -> int:
         """Rows in the window of row `i`, itself included."""
@@ -95,6 +100,7 @@ def _groups(p: Params, group_meta: Array) -> Iterator[_Group]:
             live=slice(words[META_LANDMARKS]),
             first=first,
             folded=min(max(0, k - first), room),
+            evicted=words[META_EVICTED],
         )
 
 
@@ -296,13 +302,37 @@ def o1c_ring_commit(
 
 
 def o1c_meta(p: Params, grid: Grid, group_meta: Array) -> None:
-    """Ring length, head and far count after the sub-chunk."""
+    """Ring length, head, far count and evictions after the sub-chunk."""
     k = int(p["k"])
     for group in _groups(p, group_meta):
         words = group_meta[group.g]
         words[META_LEN] = min(group.window, group.length + k)
-        words[META_HEAD] = (group.head + max(0, k - group.first)) % group.window
+        evicted = max(0, k - group.first)
+        words[META_HEAD] = (group.head + evicted) % group.window
         words[META_FAR_LEN] = group.far_len + group.folded
+        words[META_EVICTED] = (group.evicted + evicted) % WORDS
+
+
+def o1c_archive(
+    p: Params,
+    grid: Grid,
+    group_meta: Array,
+    q: Array,
+    ring_k: Array,
+    ring_v: Array,
+    archive_q: Array,
+    archive_k: Array,
+    archive_v: Array,
+) -> None:
+    """Every key and value that the sub-chunk evicts, and the queries of the evicting row."""
+    k, r0 = int(p["k"]), int(p["r0"])
+    for group in _groups(p, group_meta):
+        count = max(0, k - group.first)
+        slots = (group.evicted + np.arange(count)) % WORDS % int(p["archive"])
+        gone = group.slots(count)
+        archive_q[slots, group.heads] = q[r0 + k - count : r0 + k, group.heads]
+        archive_k[group.g, slots] = ring_k[group.g, gone]
+        archive_v[group.g, slots] = ring_v[group.g, gone]
 
 
 def o1c_copy(p: Params, grid: Grid, src: Array, dst: Array) -> None:
@@ -329,6 +359,7 @@ STAGE_TWINS: MappingProxyType[str, Twin] = MappingProxyType(
             o1c_far_commit,
             o1c_ring_commit,
             o1c_meta,
+            o1c_archive,
             o1c_copy,
         )
     }

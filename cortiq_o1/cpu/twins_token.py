@@ -10,6 +10,7 @@ from ..kernels import Grid
 from ..planes import (
     FLUSH_ROWS,
     LARGE,
+    META_EVICTED,
     META_FAR_LEN,
     META_HEAD,
     META_LEN,
@@ -38,7 +39,7 @@ from ..planes import (
     TS_RESCALE,
     TS_WEIGHT,
 )
-from .twins_stages import Array, Params, Twin, _groups, _near_rows
+from .twins_stages import WORDS, Array, Params, Twin, _groups, _near_rows
 
 
 def section(p: Params, which: int, landmarks: slice) -> slice:
@@ -198,6 +199,7 @@ def o1c_tok_commit(
         ring_v[g, slot] = v_rows[r0, g]
         if record[0, TR_EVICTS]:
             words[META_HEAD] = (words[META_HEAD] + 1) % words[META_WINDOW]
+            words[META_EVICTED] = (int(words[META_EVICTED]) + 1) % WORDS
         else:
             words[META_LEN] += 1
         words[META_FAR_LEN] += live.stop > 0

@@ -6,7 +6,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ..kernels import KERNELS, Params
+from ..kernels import KERNELS
+from ..params import Params
 from .bounds_gemm import GEMM_BOUNDS
 from .bounds_stages import STAGE_BOUNDS, Bound, Expected, Planes
 from .bounds_token import TOKEN_BOUNDS

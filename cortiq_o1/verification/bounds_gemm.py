@@ -14,7 +14,8 @@ from types import MappingProxyType
 import numpy as np
 
 from ..cpu.twins import TWINS
-from ..kernels import KERNELS, LANES, TILE_K, Params
+from ..kernels import KERNELS, LANES, TILE_K
+from ..params import Params
 from ..planes import HD_FAR, HD_INV, HD_MAX
 from ..reference import EPSILON
 from .bounds_stages import TINY, Array, Bound, Expected, Planes, _equal, _sizes, exp_loss, sum_loss

@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cpu.twins import TWINS
-from ..kernels import KERNELS, LANES, Params
+from ..kernels import KERNELS, LANES
+from ..params import Params
 from ..planes import (
     HD_FAR,
     HD_HAVE,
@@ -306,6 +307,7 @@ STAGE_BOUNDS: MappingProxyType[str, Bound] = MappingProxyType(
         "o1c_far_commit": _far_commit,
         "o1c_ring_commit": _equal,
         "o1c_meta": _equal,
+        "o1c_archive": _equal,
         "o1c_copy": _equal,
     }
 )

@@ -13,7 +13,8 @@ import numpy as np
 
 from ..cpu.twins_stages import _groups, _near_rows
 from ..cpu.twins_token import section
-from ..kernels import NEAR_KEYS, Params
+from ..kernels import NEAR_KEYS
+from ..params import Params
 from ..planes import (
     LARGE,
     META_FAR_LEN,

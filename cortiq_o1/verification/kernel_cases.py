@@ -13,6 +13,7 @@ from ..paths import PATHS
 from ..planes import (
     FLUSH_ROWS,
     LARGE,
+    META_EVICTED,
     META_FAR_LEN,
     META_FAR_LIMIT,
     META_HEAD,
@@ -35,6 +36,7 @@ Planes = dict[str, npt.NDArray[Any]]
 
 POISON = np.float32(3e18)
 """What nobody may read holds this: finite, so are products of two, and far from any result."""
+_WRAP = 1 << 32  # where the words of `group_meta` do
 _RECENT = np.float32(0.375)  # part of the far sums that lies in the recent level
 
 
@@ -47,6 +49,7 @@ class Group:
     far_len: int = 77
     far_limit: int = NO_FAR_LIMIT
     landmarks: int | None = None
+    evicted: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class KernelCase:
     precision: str = "exact"
     workgroups: int = 256
     """What the keys are split for, see `planning.Limits`."""
+    archive: int = 0
+    """Evictions that the layer's archive holds, see `planning.plan`."""
 
     def describe(self) -> str:
         """All that it takes to build the case again."""
@@ -75,7 +80,7 @@ class KernelCase:
     def plan(self) -> Plan:
         """The call's plan."""
         limits = Limits(workgroups=self.workgroups, float16=True)
-        return plan(self.geometry, self.rows, self.commit, self.path, limits, self.precision)
+        return plan(self.geometry, self.rows, self.commit, self.path, limits, self.precision, self.archive)
 
     def planes(self) -> Planes:
         """Every plane of the plan before the call."""
@@ -112,6 +117,7 @@ class KernelCase:
             meta = planes["group_meta"][g]
             meta[META_LEN], meta[META_HEAD], meta[META_FAR_LEN] = length, group.head, group.far_len
             meta[META_FAR_LIMIT], meta[META_LANDMARKS] = group.far_limit, used
+            meta[META_EVICTED] = group.evicted
             filled = (group.head + np.arange(length)) % window
             unread = np.setdiff1d(np.arange(geometry.window), filled)
             planes["ring_k"][g, unread] = POISON
@@ -138,11 +144,21 @@ def _picked() -> tuple[KernelCase, ...]:
     uneven = Geometry(4, 2, 8, window=40, sinks=2, landmarks=4, windows=(12, 40))
     fm = Geometry(6, 2, 32, 16, window=40, sinks=4, landmarks=16, rect="fm")
     return (
-        KernelCase("two-sub-chunks", plain, 50, (Group(head=7), Group(head=39))),
+        KernelCase(
+            "two-sub-chunks", plain, 50, (Group(head=7, evicted=62), Group(head=39, evicted=_WRAP - 2)),
+            archive=64,
+        ),
         KernelCase("clamped", fm, 50, (Group(head=7), Group(head=39)), kind="gaussian"),
-        KernelCase("ring-fills", uneven, 30, (Group(head=5), Group(length=31, far_len=0))),
-        KernelCase("far-empty", uneven, 3, (Group(length=2, far_len=0), Group(length=0, far_len=0))),
-        KernelCase("far-closes", plain, 40, (Group(head=3, far_limit=90), Group(far_limit=77))),
+        KernelCase(
+            "ring-fills", uneven, 30, (Group(head=5, evicted=77), Group(length=31, far_len=0)), archive=70
+        ),
+        KernelCase(
+            "far-empty", uneven, 3, (Group(length=2, far_len=0), Group(length=0, far_len=0)), archive=64
+        ),
+        KernelCase(
+            "far-closes", plain, 40,
+            (Group(head=3, far_limit=90, evicted=99), Group(far_limit=77, evicted=300)), archive=100,
+        ),
         KernelCase("never-opens", plain, 9, (Group(far_len=0, far_limit=0), Group(far_len=0, far_limit=4))),
         KernelCase(
             "levels-join", plain, 40, (Group(far_len=FLUSH_ROWS - 3), Group(far_len=2 * FLUSH_ROWS - 40))
@@ -171,8 +187,8 @@ def _on_gemm(case: KernelCase) -> KernelCase:
 
 _TOKEN_ROWS = 3
 _TOKEN_GROUPS = {
-    "ring-fills": (Group(head=5), Group(length=38, far_len=0)),
-    "far-closes": (Group(head=3, far_limit=79), Group(far_limit=77)),
+    "ring-fills": (Group(head=5, evicted=77), Group(length=38, far_len=0)),
+    "far-closes": (Group(head=3, far_limit=79, evicted=99), Group(far_limit=77, evicted=300)),
 }
 """Positions from which so few rows still come to the point of the case."""
 
@@ -235,7 +251,7 @@ def random_case(seed: int, number: int, most: int = 64) -> KernelCase:
         positions.append(Group(length, draw(0, own - 1), far_len, limit, used))
     path = str(rng.choice([path for path in PATHS if path != "auto"]))
     longest = 4 if path == "token" else SUB_ROWS + 10
-    return KernelCase(
+    case = KernelCase(
         f"random-{seed}-{number}",
         geometry,
         draw(1, min(longest, 2 * geometry.min_window + 2)),
@@ -247,3 +263,10 @@ def random_case(seed: int, number: int, most: int = 64) -> KernelCase:
         "fast" if path == "gemm" and draw(0, 2) == 0 else "exact",
         int(rng.choice([1, 16, 256])),
     )
+    archive = int(rng.choice([0, SUB_ROWS, 99]))
+    groups = []
+    for group in positions:
+        # Slots of an archive that is no power of two jump where the count wraps.
+        wraps = archive == SUB_ROWS and draw(0, 1)
+        groups.append(replace(group, evicted=_WRAP - draw(1, 5) if wraps else draw(0, 300)))
+    return replace(case, archive=archive, groups=tuple(groups))

@@ -9,6 +9,7 @@ const META_FAR_LEN: u32 = 2u;      // rows folded
 const META_WINDOW: u32 = 3u;       // the group's window w_g
 const META_FAR_LIMIT: u32 = 4u;    // folded rows at which the far field closes
 const META_LANDMARKS: u32 = 5u;    // landmarks in use m_g
+const META_EVICTED: u32 = 6u;      // rows that have left the ring, folded or not, wrapping
 
 struct Group {
     len: u32,
@@ -17,6 +18,7 @@ struct Group {
     window: u32,
     far_limit: u32,
     landmarks: u32,
+    evicted: u32,
 }
 
 // Bounds what steers an index, so that a damaged row cannot lead out of a plane.
@@ -30,6 +32,7 @@ fn load_group(g: u32) -> Group {
         window,
         group_meta[at + META_FAR_LIMIT],
         min(group_meta[at + META_LANDMARKS], min(params.m, LANES)),
+        group_meta[at + META_EVICTED],
     );
 }
 

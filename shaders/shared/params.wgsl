@@ -1,10 +1,7 @@
-// Parameters of every stage kernel, and the constants they share with the host's table of kernels.
-// A stage runs over one sub-chunk: rows r0 .. r0 + k of a call. Widths are in floats; planes of
-// vec4s hold width / 4 of them a row.
+// Parameters of every stage kernel. A stage runs over one sub-chunk: rows r0 .. r0 + k of a call.
+// Widths are in floats; planes of vec4s hold width / 4 of them a row.
 
-const LANES: u32 = 64u;           // invocations of a workgroup
-const LARGE: f32 = 1.7e38;        // stands for infinity; differences of two such stay finite
-const FLUSH_ROWS: u32 = 4096u;    // folded rows after which the recent far sums join the totals
+//#include shared/layout.wgsl
 
 struct Params {
     hpg: u32,      // query heads a group
@@ -26,12 +23,3 @@ struct Params {
 }
 
 @group(0) @binding(0) var<uniform> params: Params;
-
-fn group_of(gh: u32) -> u32 {
-    return gh / max(params.hpg, 1u);
-}
-
-// Columns of a row of scores, and rows a group has in ring_k and ring_v.
-fn near_capacity() -> u32 {
-    return params.w + params.ns;
-}
