@@ -13,6 +13,8 @@ import numpy.typing as npt
 from .errors import ArgumentError, ArgumentTypeError
 
 Float32 = npt.NDArray[np.float32]
+Rows = tuple[Float32, Float32, Float32]
+"""Queries, keys and values of the same rows."""
 
 LARGEST = 1e14
 """Largest size of a number that goes into products: a logit then stays finite, whatever the width."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -135,6 +135,16 @@ class Geometry:
     def scale32(self) -> np.float32:
         """The scale as the kernels see it."""
         return np.float32(self.scale)
+
+    def batch(self, count: int) -> Geometry:
+        """The geometry of `count` sequences of this one as one layer: their groups one after another."""
+        windows = None if self.windows is None else self.windows * count
+        return replace(
+            self,
+            num_heads=self.num_heads * count,
+            num_kv_heads=self.num_kv_heads * count,
+            windows=windows,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, ready for JSON; `Geometry.from_dict` reads them back."""

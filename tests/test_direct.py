@@ -17,6 +17,7 @@ from cortiq_o1.cpu.direct import CHUNK_ROWS, DirectEngine, _Blas
 from cortiq_o1.cpu.far import SAFE_RISE, far_stages
 from cortiq_o1.cpu.near import Scratch, add_values, scores
 from cortiq_o1.cpu.resident import DirectResident, Journal, squares
+from cortiq_o1.engine import Accepted
 from cortiq_o1.errors import StateError
 from cortiq_o1.geometry import Geometry
 from cortiq_o1.planes import (
@@ -43,18 +44,6 @@ ODD = Geometry(18, 2, 20, 12, window=40, sinks=3, landmarks=9, windows=(40, 23))
 
 def sealed(rng: np.random.Generator, geometry: Geometry, rows: int) -> Planes:
     return dict(seal(*random_rows(rng, rows, geometry), geometry).planes)
-
-
-def batch(geometry: Geometry, count: int) -> Geometry:
-    """`count` sequences of one geometry."""
-    return Geometry(
-        **{
-            **geometry.to_dict(),
-            "num_heads": geometry.num_heads * count,
-            "num_kv_heads": geometry.num_kv_heads * count,
-            "windows": geometry.group_windows * count,
-        }
-    )
 
 
 def engines() -> list[DirectEngine]:
@@ -137,7 +126,7 @@ def test_groups_of_different_prompts_keep_their_own_landmarks(rng: np.random.Gen
         both["mix"][own, :, m:] = 1e37
         both["far_mz"][own, :, m:] = 1e37
         both["t_hat"][own, :, m:] = 1e37
-    wide = batch(geometry, 2)
+    wide = geometry.batch(2)
     rows = random_rows(rng, 70, wide)
     for engine in engines():
         assert_follows(engine, wide, both, rows, [1, 69])
@@ -286,14 +275,14 @@ def test_commit_moves_the_state_as_attend_does(rng: np.random.Generator, count: 
         tried, moved = engine.upload(geometry, planes), engine.upload(geometry, planes)
         out = engine.attend(tried, *rows, False)
         assert_same(engine.read(tried), planes)
-        engine.commit(tried, count)
+        engine.commit([Accepted(tried, count)])
         got = engine.attend(moved, *part(rows, slice(count)), True)
         assert_same(engine.read(tried), engine.read(moved))
         reference = ReferenceLayer.from_planes(geometry, planes)
         assert worst_error(reference.run(*rows), out)[1] <= 1.0
         np.testing.assert_allclose(got, out[:count], rtol=0, atol=2e-4)
         with pytest.raises(StateError):
-            engine.commit(tried, 1)
+            engine.commit([Accepted(tried, 1)])
 
 
 def test_commit_keeps_its_own_copy_of_the_latest_rows(rng: np.random.Generator) -> None:
@@ -308,8 +297,8 @@ def test_commit_keeps_its_own_copy_of_the_latest_rows(rng: np.random.Generator) 
     for array in given:
         array.fill(7.0)
     with pytest.raises(StateError, match="5 rows"):
-        engine.commit(tried, 6)
-    engine.commit(tried, 5)
+        engine.commit([Accepted(tried, 6)])
+    engine.commit([Accepted(tried, 5)])
     assert_same(engine.read(tried), engine.read(moved))
 
 
@@ -346,7 +335,7 @@ def test_a_call_that_fails_on_the_way_has_moved_nothing(
             engine.attend(resident, *part(rows, slice(20, 90)), True)
     assert_same(engine.read(resident), before)
     for each in (resident, untouched):
-        engine.commit(each, 10)
+        engine.commit([Accepted(each, 10)])
     got, want = (engine.attend(each, *part(rows, slice(20, 90)), True) for each in (resident, untouched))
     np.testing.assert_array_equal(got, want)
     assert_same(engine.read(resident), engine.read(untouched))
@@ -382,7 +371,7 @@ def test_calls_from_several_threads_take_turns(rng: np.random.Generator) -> None
         outs = []
         for i in range(0, 200, 8):
             outs.append(engine.attend(resident, *part(streams[at], slice(i, i + 8)), False))
-            engine.commit(resident, 8)
+            engine.commit([Accepted(resident, 8)])
         return np.concatenate(outs), engine.read(resident)
 
     wanted = [stream(DirectEngine(threads=2, parallel_work=0), at) for at in range(2)]

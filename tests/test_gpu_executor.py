@@ -15,8 +15,10 @@ from gpu_support import COPY, GEOMETRY, PROMPT, assert_same_planes
 from support import assert_follows, part, random_rows
 
 import cortiq_o1 as o1
+from cortiq_o1.engine import Accepted
 from cortiq_o1.gpu import context as gpu_context
 from cortiq_o1.gpu import recording
+from cortiq_o1.gpu.adapters import find_dawn_adapters
 from cortiq_o1.gpu.buffers import COPY_DST, COPY_SRC, STORAGE
 from cortiq_o1.gpu.executor import GpuEngine
 from cortiq_o1.hazards import implied
@@ -88,7 +90,7 @@ def test_a_commit_leaves_what_attend_leaves(
     one, two = (engine.upload(GEOMETRY, state.planes) for _ in range(2))
     speculative = engine.attend(one, *new, commit=False)
     assert_same_planes(engine.read(one), state.planes)
-    engine.commit(one, accepted)
+    engine.commit([Accepted(one, accepted)])
     outputs = engine.attend(two, *part(new, slice(accepted)), commit=True)
     assert_same_planes(engine.read(one), engine.read(two))
     # Fewer rows may come on another path, which rounds in another way.
@@ -102,11 +104,17 @@ def test_more_rows_than_are_kept_cannot_be_committed(
     resident = engine.upload(GEOMETRY, state.planes)
     new = random_rows(rng, 3, GEOMETRY)
     engine.attend(resident, *new, commit=False)
-    with pytest.raises(o1.StateError, match="4 rows, 3 are kept"):
-        engine.commit(resident, 4)
+    with pytest.raises(o1.StateError, match="4 rows of draft '', 3 are kept"):
+        engine.commit([Accepted(resident, 4)])
+    with pytest.raises(o1.StateError, match="1 rows of draft 'other', 0 are kept"):
+        engine.commit([Accepted(resident, 1, "other")])
+    assert resident.drafts[""].rows == 3  # the refused calls forgot nothing
+    with pytest.raises(o1.ArgumentError, match="twice"):
+        engine.commit([Accepted(resident, 1), Accepted(resident, 1)])
+    assert_same_planes(engine.read(resident), state.planes)
     engine.attend(resident, *new, commit=True)
-    with pytest.raises(o1.StateError, match="1 rows, 0 are kept"):
-        engine.commit(resident, 1)
+    with pytest.raises(o1.StateError, match="1 rows of draft '', 0 are kept"):
+        engine.commit([Accepted(resident, 1)])
 
 
 def test_layers_of_one_geometry_share_scratch_and_not_state(
@@ -297,20 +305,19 @@ def test_one_place_submits_and_nothing_is_destroyed() -> None:
 # Dawn.
 
 
-@pytest.mark.dawn
-def test_a_device_of_dawn_serves_as_well(state: o1.LayerState, rng: np.random.Generator) -> None:
-    try:
-        import wgpudawn
-    except ImportError:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip("wgpudawn is not installed")
-    found = wgpudawn.gpu.enumerate_adapters_sync()
+def open_dawn() -> o1.Device:
+    """A device of Dawn's with WebGPU's default limits; skips the test where there is no Dawn."""
+    found, why = find_dawn_adapters()
     if not found:
         if os.environ.get("CI"):
-            raise AssertionError("Dawn finds no adapter")
-        pytest.skip("Dawn finds no adapter")
-    device = o1.open_device(found[0].request_device_sync(required_limits={}))
+            raise AssertionError(why)
+        pytest.skip(why)
+    return o1.open_device(found[0].handle.request_device_sync(required_limits={}))
+
+
+@pytest.mark.dawn
+def test_a_device_of_dawn_serves_as_well(state: o1.LayerState, rng: np.random.Generator) -> None:
+    device = open_dawn()
     layer = device.load(state)
     new = random_rows(rng, 40, GEOMETRY)
     assert_follows(state, new, layer.attend(*new, commit=False))

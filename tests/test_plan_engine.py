@@ -11,6 +11,7 @@ from plan_support import CASES, PLAIN, Array, Planes, cut, run, same_bits, seale
 from cortiq_o1.cpu import executor
 from cortiq_o1.cpu.executor import POISON, PlanEngine, PlanResident, run_plan
 from cortiq_o1.cpu.twins import TWINS
+from cortiq_o1.engine import Accepted
 from cortiq_o1.errors import ArgumentError, StateError
 from cortiq_o1.hazards import without_barrier
 from cortiq_o1.kernels import KERNELS
@@ -33,7 +34,7 @@ def test_verify_then_commit_is_attend(case: str, n: int, path: str) -> None:
     resident = engine.upload(geometry, planes)
     out = engine.attend(resident, *rows, commit=False)
     assert same_bits(engine.read(resident), planes)
-    engine.commit(resident, n)
+    engine.commit([Accepted(resident, n)])
     committed, state = run(planes, geometry, rows, [40], path=path)
     assert out.tobytes() == committed.tobytes()
     if n == 0:
@@ -42,7 +43,7 @@ def test_verify_then_commit_is_attend(case: str, n: int, path: str) -> None:
         _, state = run(planes, geometry, cut(rows, 0, n), [n], path=path)
         assert same_bits(engine.read(resident), state)
     with pytest.raises(StateError, match="rows: 1, expected 0 to the 0"):
-        engine.commit(resident, 1)
+        engine.commit([Accepted(resident, 1)])
 
 
 def test_pending_rows_last_until_the_next_call() -> None:
@@ -51,12 +52,12 @@ def test_pending_rows_last_until_the_next_call() -> None:
     rows = stream(PLAIN, 5, seed=5)
     engine.attend(resident, *rows, commit=False)
     with pytest.raises(StateError, match="rows: 6, expected 0 to the 5 rows"):
-        engine.commit(resident, 6)
-    engine.commit(resident, 5)  # the refused call forgot nothing
+        engine.commit([Accepted(resident, 6)])
+    engine.commit([Accepted(resident, 5)])  # the refused call forgot nothing
     engine.attend(resident, *rows, commit=False)
     engine.attend(resident, *rows, commit=True)
     with pytest.raises(StateError, match="0 rows"):
-        engine.commit(resident, 1)
+        engine.commit([Accepted(resident, 1)])
 
 
 @each_path
@@ -120,9 +121,9 @@ def test_a_call_that_fails_leaves_the_state(commit: bool) -> None:
         assert same_bits(engine.read(resident), planes)
     fuse[0] = 2
     with pytest.raises(RuntimeError, match="stopped here"):
-        engine.commit(resident, 7)
+        engine.commit([Accepted(resident, 7)])
     assert same_bits(engine.read(resident), planes)
-    engine.commit(resident, 7)  # and the rows of the verify are still there
+    engine.commit([Accepted(resident, 7)])  # and the rows of the verify are still there
     assert same_bits(engine.read(resident), run(planes, PLAIN, cut(rows, 0, 7), [7])[1])
 
 
@@ -166,6 +167,7 @@ def test_planes_that_a_kernel_reads_reach_its_twin_read_only(monkeypatch: pytest
     for path in PATHS:
         for precision in ("exact", "fast"):
             engine = PlanEngine(Limits(float16=True), path=path, precision=precision)
-            resident = engine.upload(PLAIN, sealed(PLAIN, 60))
+            resident = engine.upload(PLAIN, sealed(PLAIN, 60), archive=64)
             engine.attend(resident, *stream(PLAIN, 20), commit=False)
+            engine.commit([Accepted(resident, 20)])
     assert seen == set(KERNELS)

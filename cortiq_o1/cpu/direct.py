@@ -1,14 +1,14 @@
 """The operator on NumPy for machines without a GPU: whole sub-chunks by BLAS, groups over threads.
 
-It reads the ring where it lies. A call computes all its outputs and the next far field first and moves
-the state last; what it overwrites before the call's end it can put back.
+It reads the ring where it lies. A sub-chunk computes its outputs and the next far field first and moves the
+state last; what a call overwrites before its end it can put back, in all states that it moves.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
@@ -19,16 +19,21 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Float32
+from ..engine import Accepted
 from ..errors import StateError
 from ..geometry import Geometry
-from ..planes import STATE_PLANES, T_RECENT, T_TOTAL
+from ..planes import ARCHIVE_PLANES, STATE_PLANES
 from ..planning import Limits, sub_chunks
+from ..plans import check_archive
+from .logs import Joining, RowLog
 from .near import Scratch, whole_products
-from .resident import DirectResident, Journal, Spares, Step, find_runs, squares
+from .resident import DirectResident, Journal, Rows, Spares, Step, find_runs, squares
 from .work import Task, Work, cut
 
 CHUNK_ROWS = 64
 """Rows of a sub-chunk: enough for full-speed products, few enough for the far field's stages."""
+ABSORBED_ROWS = 4096
+"""Rows absorbed at a time: bounds what can still be put back."""
 PARALLEL_WORK = 2**20
 """Multiply-adds from which a sub-chunk is worth handing to other threads."""
 
@@ -54,77 +59,173 @@ class DirectEngine:
         self._turn = RLock()
         self._blas = find_blas()
 
-    def upload(self, geometry: Geometry, planes: Mapping[str, npt.NDArray[Any]]) -> DirectResident:
-        """Takes copies of the state planes."""
-        with self._turn:
-            kept: dict[str, Any] = {name: planes[name].copy() for name in STATE_PLANES if name != "t_hat"}
-            kept["t_total"], kept["t_recent"] = (planes["t_hat"][:, at].copy() for at in (T_TOTAL, T_RECENT))
-            return DirectResident(geometry, **kept)
+    def upload(
+        self, geometry: Geometry, planes: Mapping[str, npt.NDArray[Any]], archive: int = 0
+    ) -> DirectResident:
+        """Takes copies of the state planes, see `engine.Engine`."""
+        return DirectResident.of(geometry, planes, check_archive(archive))
 
-    def read(self, resident: DirectResident) -> dict[str, npt.NDArray[Any]]:
-        """Copies of the state planes."""
+    def read(
+        self, resident: DirectResident, names: Sequence[str] = STATE_PLANES
+    ) -> dict[str, npt.NDArray[Any]]:
+        """Copies of planes; raises `StateError` for those of an archive that is not there."""
         with self._turn:
-            planes = {name: getattr(resident, name).copy() for name in STATE_PLANES if name != "t_hat"}
-            levels = [resident.t_total, resident.t_recent]
-            planes["t_hat"] = np.stack(levels if T_TOTAL < T_RECENT else levels[::-1], axis=1)
-            return planes
+            if not resident.archive and not set(ARCHIVE_PLANES).isdisjoint(names):
+                raise StateError(f"read: {', '.join(names)} of a layer without an archive")
+            return {name: resident.plane(name) for name in names}
 
-    def attend(self, resident: DirectResident, q: Float32, k: Float32, v: Float32, commit: bool) -> Float32:
+    def attend(
+        self,
+        resident: DirectResident,
+        q: Float32,
+        k: Float32,
+        v: Float32,
+        commit: bool,
+        draft: str = "",
+        log: RowLog | None = None,
+    ) -> Float32:
         """Outputs `(rows, nh, dv)`, see `engine.Engine`."""
-        pending = None if commit else (k.copy(), v.copy())
         out = np.empty((*q.shape[:2], v.shape[2]), np.float32)
         with self._turn:
-            self._pass(resident, q, k, v, out, commit)
-            resident.pending = pending
+            if commit:
+                with self._moving() as (journal, joining):
+                    joining.add(log, q, k, v)
+                    self._pass(journal(resident), (q, k, v), out)
+                resident.drafts.clear()
+            else:
+                kept = (q.copy(), k.copy(), v.copy())
+                self._try(resident, (q, k, v), out)
+                resident.drafts[draft] = kept
         return out
 
-    def commit(self, resident: DirectResident, rows: int) -> None:
-        """Moves the state over the first `rows` kept rows and forgets them all.
+    def commit(self, accepted: Sequence[Accepted]) -> None:
+        """Moves each state over the rows accepted and forgets the drafts, all or none.
 
-        Raises `StateError` where no rows are kept, or fewer.
+        Raises `StateError` where a draft has fewer rows.
         """
         with self._turn:
-            kept = len(resident.pending[0]) if resident.pending else 0
-            if resident.pending is None or not 0 <= rows <= kept:
-                raise StateError(f"rows: {rows}, expected 0 to the {kept} rows of the last uncommitted call")
-            k, v = resident.pending
-            self._pass(resident, None, k[:rows], v[:rows], None, True)
-            resident.pending = None
+            drafts = [_accepted_rows(one) for one in accepted]
+            with self._moving() as (journal, joining):
+                for one, rows in zip(accepted, drafts, strict=True):
+                    if one.rows:
+                        joining.add(one.log, *rows)
+                        self._pass(journal(one.resident), rows, None)
+            for one in accepted:
+                one.resident.drafts.clear()
+
+    def absorb(self, resident: DirectResident, k: Float32, v: Float32) -> None:
+        """Moves the state over rows without outputs, see `engine.Engine`."""
+        with self._turn:
+            for at in range(0, len(k), ABSORBED_ROWS):
+                rows = slice(at, at + ABSORBED_ROWS)
+                with self._moving() as (journal, _):
+                    self._pass(journal(resident), (None, k[rows], v[rows]), None)
+            resident.drafts.clear()
+
+    def forget(self, resident: DirectResident) -> None:
+        """Forgets all drafts."""
+        with self._turn:
+            resident.drafts.clear()
+
+    def fork(self, resident: DirectResident) -> DirectResident:
+        """A resident of its own, see `engine.Engine`."""
+        with self._turn:
+            return resident.fork()
+
+    def assign(self, resident: DirectResident, source: DirectResident) -> None:
+        """What moves, from a fork of the same seal; drafts are forgotten."""
+        with self._turn:
+            resident.assign(source)
+
+    def replaced(self, resident: DirectResident, planes: Mapping[str, npt.NDArray[Any]]) -> DirectResident:
+        """A resident with copies of these planes, in the place of `resident`."""
+        with self._turn:
+            return resident.replaced(planes)
+
+    def join(self, resident: DirectResident | None, one: DirectResident, count: int) -> DirectResident:
+        """A resident of `count + 1` sequences, see `engine.Engine`."""
+        with self._turn:
+            geometry = one.geometry.batch(count + 1)
+            return one.take(one.geometry, 0) if resident is None else resident.joined(one, geometry)
+
+    def drop(self, resident: DirectResident, geometry: Geometry, count: int, index: int) -> None:
+        """Takes sequence `index` out, see `engine.Engine`."""
+        with self._turn:
+            resident.drop(geometry, count, index)
+
+    def take(self, resident: DirectResident, geometry: Geometry, index: int) -> DirectResident:
+        """A resident of its own with a copy of sequence `index`."""
+        with self._turn:
+            return resident.take(geometry, index)
+
+    def put(self, resident: DirectResident, index: int, one: DirectResident) -> None:
+        """What moves of `one` into the place of sequence `index`; drafts are forgotten."""
+        with self._turn:
+            with self._moving() as (journal, _):
+                journal(resident).put(one, index)
+            resident.drafts.clear()
+
+    def new_log(self, geometry: Geometry, parts: tuple[str, ...]) -> RowLog:
+        """An empty log of rows of a geometry."""
+        return RowLog(geometry, parts)
+
+    def read_log(self, log: RowLog) -> tuple[Float32, ...]:
+        """Copies of a log's rows, an array a part."""
+        with self._turn:
+            return log.read()
+
+    @contextmanager
+    def _moving(self) -> Iterator[tuple[Callable[[DirectResident], Journal], Joining]]:
+        """Opens journals of residents that move together, and logs that grow with them, all or none."""
+        journals: list[Journal] = []
+        joining = Joining()
+
+        def journal(resident: DirectResident) -> Journal:
+            journals.append(Journal(resident, self._spares))
+            return journals[-1]
+
+        with self._blas.held() if self._blas else nullcontext():
+            try:
+                yield journal, joining
+            except BaseException:
+                for each in reversed(journals):
+                    each.roll_back()
+                raise
+        for each in journals:
+            each.close()
+        joining.finish()
+
+    def _try(self, resident: DirectResident, rows: Rows, out: Float32) -> None:
+        """Outputs alone: the state ends as it began."""
+        with self._blas.held() if self._blas else nullcontext():
+            journal = Journal(resident, self._spares)
+            try:
+                self._pass(journal, rows, out, moves_last=False)
+            finally:
+                journal.roll_back()
 
     def _pass(
         self,
-        resident: DirectResident,
-        q: Float32 | None,
-        k: Float32,
-        v: Float32,
+        journal: Journal,
+        rows: tuple[Float32 | None, Float32, Float32],
         out: Float32 | None,
-        commit: bool,
+        moves_last: bool = True,
     ) -> None:
-        """All sub-chunks of a call; without `commit` the state ends as it began."""
-        journal = Journal(resident, self._spares)
-        with self._blas.held() if self._blas else nullcontext():
-            try:
-                for r0, count in sub_chunks(len(k), min(CHUNK_ROWS, resident.geometry.min_window)):
-                    part = slice(r0, r0 + count)
-                    moves = commit or r0 + count < len(k)
-                    with np.errstate(under="ignore"):
-                        step = self._sub_chunk(
-                            resident,
-                            None if q is None else q[part],
-                            k[part],
-                            v[part],
-                            None if out is None else out[part],
-                            moves,
-                        )
-                    if moves:
-                        journal.move(step)
-            except BaseException:
-                journal.roll_back()
-                raise
-            if commit:
-                journal.close()
-            else:
-                journal.roll_back()
+        """All sub-chunks of a call: outputs where there is room for them, and the state after each, but
+        after the last one only where `moves_last`. Without queries the archive takes nothing in.
+        """
+        q, k, v = rows
+        resident = journal.resident
+        for r0, count in sub_chunks(len(k), min(CHUNK_ROWS, resident.geometry.min_window)):
+            part = slice(r0, r0 + count)
+            moves = moves_last or r0 + count < len(k)
+            queries = None if q is None else q[part]
+            with np.errstate(under="ignore"):
+                step = self._sub_chunk(
+                    resident, queries, k[part], v[part], None if out is None else out[part], moves
+                )
+            if moves:
+                journal.move(step)
 
     def _sub_chunk(
         self,
@@ -136,7 +237,7 @@ class DirectEngine:
         moves: bool,
     ) -> Step:
         geometry = resident.geometry
-        step = Step(find_runs(resident.group_meta, len(k)), k, v, squares(k))
+        step = Step(find_runs(resident.group_meta, len(k)), q, k, v, squares(k))
         if moves and any(run.folded for run in step.runs):
             step.far_mz = resident.far_mz.copy()
             step.t_recent = self._spares.take(resident.t_recent)
@@ -225,6 +326,15 @@ def find_blas() -> _Blas | None:
         return None
     found = ThreadpoolController().select(user_api="blas").lib_controllers
     return _Blas(found) if found else None
+
+
+def _accepted_rows(one: Accepted) -> Rows:
+    """The rows accepted; raises `StateError` where the draft has fewer."""
+    q, k, v = one.resident.drafts.get(one.draft) or (np.empty(0, np.float32),) * 3
+    if not 0 <= one.rows <= len(q):
+        which = f"draft {one.draft!r}" if one.draft else "the last uncommitted call"
+        raise StateError(f"rows: {one.rows}, expected 0 to the {len(q)} rows of {which}")
+    return q[: one.rows], k[: one.rows], v[: one.rows]
 
 
 def _cpus() -> int:

@@ -17,6 +17,11 @@ from .adapters import describe, device_limits
 from .buffers import PIECE_BYTES, Memory, Parameters, Pool, Readback, as_bytes
 from .faults import translated
 
+Range = tuple[Any, int, int]
+"""A buffer, an offset into it and a size, in bytes."""
+GroupKey = tuple[str, tuple[tuple[int, int, int], ...]]
+"""A kernel and its ranges, each buffer by its serial."""
+
 
 class BindGroups:
     """Bind groups by kernel and buffers; those of a buffer that nobody holds any more are dropped.
@@ -28,8 +33,8 @@ class BindGroups:
         self.device = device
         self.generation = 0
         """Goes up when groups are dropped."""
-        self._groups: dict[tuple[Any, ...], Any] = {}
-        self._users: dict[int, set[tuple[Any, ...]]] = {}
+        self._groups: dict[GroupKey, Any] = {}
+        self._users: dict[int, set[GroupKey]] = {}
         self._serials: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._last = 0
         # Filled by the garbage collector whenever it likes, emptied by `tidy` when nothing is under way.
@@ -47,14 +52,26 @@ class BindGroups:
     def tidy(self) -> None:
         """Drops the groups of buffers that are gone."""
         while self._gone:
-            for key in self._users.pop(self._gone.popleft(), ()):
-                if self._groups.pop(key, None) is not None:
-                    self.generation += 1
+            for key in list(self._users.get(self._gone.popleft(), ())):
+                self.discard(key)
+                self.generation += 1
 
-    def get(self, kernel: str, layout: Any, ranges: Sequence[tuple[Any, int, int]]) -> Any:
+    def discard(self, key: GroupKey) -> None:
+        """Drops a group that no recording is kept of, so that those that are stay valid."""
+        self._groups.pop(key, None)
+        for serial, _, _ in key[1]:
+            users = self._users.get(serial, set())
+            users.discard(key)
+            if not users:
+                self._users.pop(serial, None)
+
+    def key(self, kernel: str, ranges: Sequence[Range]) -> GroupKey:
+        """What `get` keeps a group by."""
+        return kernel, tuple((self.serial(b), offset, size) for b, offset, size in ranges)
+
+    def get(self, kernel: str, layout: Any, ranges: Sequence[Range]) -> Any:
         """The group of a kernel over `(buffer, offset, size)` ranges, binding 0 first."""
-        users = [(self.serial(b), offset, size) for b, offset, size in ranges]
-        key = (kernel, *users)
+        key = self.key(kernel, ranges)
         group = self._groups.get(key)
         if group is None:
             entries = [
@@ -63,7 +80,7 @@ class BindGroups:
             ]
             group = self.device.create_bind_group(label=kernel, layout=layout, entries=entries)
             self._groups[key] = group
-            for serial, _, _ in users:
+            for serial, _, _ in key[1]:
                 self._users.setdefault(serial, set()).add(key)
         return group
 

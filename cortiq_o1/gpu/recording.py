@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..geometry import Geometry
+from ..errors import ArgumentError, ArgumentTypeError
 from ..kernels import KERNELS, Grid
 from ..planning import BLOCK_ROWS
-from ..plans import SHADOW, Dispatch, Plan, base_plane
+from ..plans import Dispatch, Plan, base_plane
+from .buffers import STORAGE
 from .context import Context
+from .residents import Resident
 
 MOST_RECORDINGS, MOST_STEPS = 512, 1 << 16
 """What a recorder keeps: a long call a row at a time has a thousand steps, most calls a dozen."""
+INPUTS = {"q": "q", "k_rows": "k", "v_rows": "v"}
+"""The row planes that a call brings, and what a log and a caller call them."""
 
 
 class Bound(NamedTuple):
@@ -39,16 +43,7 @@ class Step:
     bound: tuple[Bound, ...]
 
 
-class Resident:
-    """A layer's state planes on a device, and the rows of a call that has yet to be committed."""
-
-    def __init__(self, geometry: Geometry, buffers: dict[str, Any]) -> None:
-        self.geometry = geometry
-        self.buffers = buffers
-        self.pending = 0
-
-
-def pack(kernel: str, params: tuple[tuple[str, int | float], ...]) -> bytes:
+def pack(kernel: str, params: Iterable[tuple[str, int | float]]) -> bytes:
     """A kernel's parameters as its WGSL struct lays them out."""
     return np.array([tuple(value for _, value in params)], KERNELS[kernel].params_dtype).tobytes()
 
@@ -76,26 +71,35 @@ class Recorder:
         self._steps = 0
         self._generation: tuple[int, int, int] | None = None
 
-    def steps(self, plan: Plan, resident: Resident, rows: Mapping[str, Any]) -> list[Step]:
-        """The plan's dispatches over a resident and `rows`, buffers that stand for row planes.
+    def steps(
+        self,
+        plan: Plan,
+        resident: Resident,
+        kept: Mapping[str, Any] | None = None,
+        rows: Mapping[str, Any] | None = None,
+    ) -> list[Step]:
+        """The plan's dispatches over a resident.
 
-        Row planes that are not given come from the device's shared pool. Everything is allocated,
-        compiled and checked here, before anything is recorded.
+        `kept` are buffers that stand for other planes, a draft's for one; `rows` the caller's own, of
+        which no more is bound than the plan needs. Planes that are in none come from the device's
+        shared pool. Everything is allocated, compiled and checked here, before anything is recorded.
         """
         context = self.context
         context.groups.tidy()
         for name, nbytes in plan.planes.items():
-            if base_plane(name).role == "own" and name not in resident.buffers:
-                resident.buffers[name] = context.memory.create(name, nbytes)
-        given = {**resident.buffers, **rows}
+            if base_plane(name).role == "own":
+                have = resident.buffers.get(name)
+                if have is None or have.size < nbytes:  # a batch may have grown
+                    resident.buffers[name] = context.memory.create(name, nbytes)
+        given = {**resident.buffers, **(kept or {}), **(rows or {})}
         key = (id(plan), *(context.groups.serial(b) for b in given.values()))
         if context.generation == self._generation:
-            kept = self._kept.get(key)
+            found = self._kept.get(key)
             # The plan is kept along with its steps, so that its id stays its own.
-            if kept is not None:
+            if found is not None:
                 self._kept.move_to_end(key)
-                return kept[1]
-        steps = self._resolve(plan, given, set(rows))
+                return found[1]
+        steps = self._resolve(plan, given, set(rows or ()))
         if context.generation != self._generation:
             self._kept.clear()
             self._steps = 0
@@ -112,20 +116,15 @@ class Recorder:
         buffers = dict(given)
         for name, nbytes in plan.planes.items():
             if name not in buffers:
-                buffers[name] = context.pool.get(self._pool_key(plan.geometry, name), name, nbytes)
+                buffers[name] = context.pool.get(name, name, nbytes)
         offsets = context.parameters.place([pack(d.kernel, d.params) for d in plan.dispatches])
         return [
             self._step(d, {n: self._range(buffers[n], plan.planes[n], n in exact) for n in d.planes}, offset)
             for d, offset in zip(plan.dispatches, offsets, strict=True)
         ]
 
-    def _pool_key(self, geometry: Geometry, name: str) -> tuple[Any, ...]:
-        # Row planes serve every layer of the device; scratch and shadows those of one geometry.
-        shared = base_plane(name).role == "rows" and not name.startswith(SHADOW)
-        return (name,) if shared else (geometry, name)
-
     def _range(self, buffer: Any, nbytes: int, exact: bool) -> tuple[Any, int, int]:
-        # A buffer of the pool is bound whole, so that calls of other lengths share the bind group.
+        # Others are bound whole, so that calls of other lengths, and batches, share the bind group.
         return (buffer, 0, nbytes if exact else min(buffer.size, self.context.limits.binding_bytes))
 
     def _step(self, dispatch: Dispatch, ranges: Mapping[str, tuple[Any, int, int]], offset: int) -> Step:
@@ -153,3 +152,40 @@ def record(steps: list[Step], compute_pass: Any) -> None:
             compute_pass.set_pipeline(pipeline)
         compute_pass.set_bind_group(0, step.group, step.offsets)
         compute_pass.dispatch_workgroups(*step.grid)
+
+
+def submit_steps(
+    context: Context, steps: list[Step], what: str,
+    after: Callable[[Any], None] | None = None, timestamps: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """One compute pass in one submission; `after` records what follows the pass."""
+    encoder = context.encoder(f"o1.{what}")
+    with context.translated(what):
+        compute_pass = encoder.begin_compute_pass(label=f"o1.{what}", timestamp_writes=timestamps)
+        record(steps, compute_pass)
+        compute_pass.end()
+        if after is not None:
+            after(encoder)
+    context.submit(encoder, what)
+
+
+def check_lent(context: Context, todo: Plan, compute_pass: Any, given: Mapping[str, Any]) -> None:
+    """Raises `ArgumentError` for a caller's buffer that cannot stand for the row plane it is given for,
+    `ArgumentTypeError` for a pass that is none."""
+    device = context.device
+    if not hasattr(compute_pass, "dispatch_workgroups"):
+        raise ArgumentTypeError(f"compute_pass: {type(compute_pass).__name__}, expected a compute pass")
+    if getattr(compute_pass, "_device", device) is not device:
+        raise ArgumentError(f"compute_pass: of another device, expected one of {context.label}")
+    for plane, buffer in given.items():
+        name = INPUTS.get(plane, plane) + "_buffer"
+        if not (hasattr(buffer, "usage") and hasattr(buffer, "size")):
+            raise ArgumentError(f"{name}: {type(buffer).__name__}, expected a buffer of the device")
+        if getattr(buffer, "_device", device) is not device:
+            raise ArgumentError(f"{name}: of another device, expected one of {context.label}")
+        if not buffer.usage & STORAGE:
+            raise ArgumentError(f"{name}: usage {buffer.usage:#x}, expected a storage buffer")
+        if buffer.size < todo.planes[plane]:
+            raise ArgumentError(f"{name}: {buffer.size} bytes, expected at least {todo.planes[plane]}")
+        if plane != "out" and buffer is given["out"]:
+            raise ArgumentError(f"out_buffer: the same buffer as {name}, expected one of its own")

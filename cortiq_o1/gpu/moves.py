@@ -1,0 +1,192 @@
+"""State from one resident into another, on the device: forks, and the sequences of a batch.
+
+All of it is called under the context's lock. Buffers are made before anything is copied, and all
+copies of a call go in one submission.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ..engine import Planes
+from ..errors import ArgumentError, StateError
+from ..geometry import Geometry
+from ..planes import MOVING_PLANES, OWN_PLANES, PLANES, STATE_PLANES, Sizes
+from ..planning import check_state_fits
+from ..plans import SHADOW, plane_bytes
+from .context import Context
+from .residents import FIXED_PLANES, Buffers, Copy, Resident, copy
+
+
+def _new(context: Context, names: Iterable[str], sizes: Sizes) -> Buffers:
+    return {name: context.memory.create(name, plane_bytes(name, sizes)) for name in names}
+
+
+def _whole(source: Resident, target: Buffers, names: Iterable[str]) -> list[Copy]:
+    """Copies of whole planes, or of what a batch has of them."""
+    sizes = source.sizes
+    return [(source.buffers[name], 0, target[name], 0, plane_bytes(name, sizes)) for name in names]
+
+
+def _sequence_bytes(geometry: Geometry, names: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """What one sequence of a batch has of each plane: no padding lies between two."""
+    sizes = Sizes.of(geometry)
+    return ((name, PLANES[name].nbytes(sizes)) for name in names)
+
+
+def fork(context: Context, resident: Resident) -> Resident:
+    """See `engine.Engine.fork`."""
+    own = _new(context, resident.moving, resident.sizes)
+    shared = {name: resident.buffers[name] for name in FIXED_PLANES}
+    copy(context, _whole(resident, own, resident.moving), "fork")
+    resident.shares_fixed = True
+    return Resident(resident.geometry, {**shared, **own}, resident.archive, shares_fixed=True)
+
+
+def shadow(context: Context, resident: Resident, archive: bool) -> Resident:
+    """A fork for the length of a call, over buffers that the device's next one takes over.
+
+    `archive`: whether the archive comes along; without it, the shadow keeps none.
+    """
+    names = resident.moving if archive else MOVING_PLANES
+    buffers = {
+        name: resident.buffers[name] for name in (*FIXED_PLANES, *OWN_PLANES) if name in resident.buffers
+    }
+    for name in names:
+        nbytes = plane_bytes(name, resident.sizes)
+        buffers[name] = context.pool.get(SHADOW + name, SHADOW + name, nbytes)
+    copy(context, _whole(resident, buffers, names), "fork")
+    return Resident(resident.geometry, buffers, resident.archive if archive else 0)
+
+
+def assign(context: Context, resident: Resident, source: Resident) -> None:
+    """See `engine.Engine.assign`; raises `StateError` where the two do not match."""
+    if (resident.geometry, resident.archive) != (source.geometry, source.archive):
+        raise StateError(f"assign: {_kind(source)}, expected {_kind(resident)}")
+    put_back(context, resident, source)
+    resident.forget()
+
+
+def put_back(context: Context, resident: Resident, source: Resident) -> None:
+    """What moves, out of a fork or a shadow; drafts stay."""
+    copy(context, _whole(source, resident.buffers, resident.moving), "restore")
+
+
+def _kind(resident: Resident) -> str:
+    return f"a state of {resident.geometry} with an archive of {resident.archive}"
+
+
+def replaced(context: Context, resident: Resident, planes: Planes) -> Resident:
+    """See `engine.Engine.replaced`."""
+    unknown = set(planes) - set(resident.planes)
+    if unknown:
+        raise ArgumentError(f"planes: {sorted(unknown)}, expected some of {resident.planes}")
+    new = _new(context, planes, resident.sizes)
+    context.upload([(new[name], array) for name, array in planes.items()], "upload of planes")
+    shares_fixed = not set(FIXED_PLANES) <= set(new)
+    resident.shares_fixed |= shares_fixed
+    return Resident(resident.geometry, {**resident.buffers, **new}, resident.archive, shares_fixed)
+
+
+def join(context: Context, resident: Resident | None, one: Resident, count: int) -> Resident:
+    """See `engine.Engine.join`: in place where the buffers have room, else into buffers twice the size.
+
+    Raises:
+        StateError: either keeps an archive.
+        ArgumentError: `resident` is no batch of `count` sequences like `one`.
+        GeometryError: so many sequences do not fit the device's bindings.
+        DeviceMemoryError: the device has no room.
+    """
+    if one.archive or (resident is not None and resident.archive):
+        raise StateError("join: a layer that keeps an archive, expected one without")
+    if (resident is None) != (count == 0):
+        raise ArgumentError(f"count: {count}, expected {'0' if resident is None else 'at least 1'}")
+    if resident is not None:
+        _check_batch(resident, one.geometry, count)
+    geometry = one.geometry.batch(count + 1)
+    check_state_fits(geometry, context.limits)
+    sizes = Sizes.of(geometry)
+    buffers: Buffers = {} if resident is None else dict(resident.buffers)
+    copies: list[Copy] = []
+    for name, nbytes in _sequence_bytes(one.geometry, STATE_PLANES):
+        need = plane_bytes(name, sizes)
+        have = buffers.get(name)
+        if have is None or have.size < need:
+            room = need if have is None else max(need, min(2 * have.size, context.limits.binding_bytes))
+            buffers[name] = context.memory.create(name, room)
+        elif resident is not None and resident.shares_fixed and name in FIXED_PLANES:
+            buffers[name] = context.memory.create(name, have.size)
+        if have is not None and buffers[name] is not have:
+            copies.append((have, 0, buffers[name], 0, count * nbytes))
+        copies.append((one.buffers[name], 0, buffers[name], count * nbytes, nbytes))
+    copy(context, copies, "join")
+    return Resident(geometry, buffers)
+
+
+def drop(context: Context, resident: Resident, geometry: Geometry, count: int, index: int) -> None:
+    """See `engine.Engine.drop`."""
+    _check_batch(resident, geometry, count, index)
+    after = geometry.batch(count - 1)
+    last = count - 1
+    sequence = list(_sequence_bytes(geometry, STATE_PLANES))
+    # WebGPU copies within one buffer by way of another.
+    between = context.memory.create("drop", max(nbytes for _, nbytes in sequence)) if index < last else None
+    buffers = dict(resident.buffers)
+    copies: list[Copy] = []
+    for name, nbytes in sequence:
+        buffer = buffers[name]
+        if between is None:
+            continue
+        if resident.shares_fixed and name in FIXED_PLANES:
+            # Others read this buffer: the batch goes on in one of its own.
+            buffers[name] = context.memory.create(name, buffer.size)
+            copies.append((buffer, 0, buffers[name], 0, last * nbytes))
+            copies.append((buffer, last * nbytes, buffers[name], index * nbytes, nbytes))
+        else:
+            copies.append((buffer, last * nbytes, between, 0, nbytes))
+            copies.append((between, 0, buffer, index * nbytes, nbytes))
+    if copies:
+        copy(context, copies, "drop")
+        resident.shares_fixed = False
+    resident.buffers = buffers
+    resident.geometry = after
+    resident.forget()
+
+
+def take(context: Context, resident: Resident, geometry: Geometry, index: int) -> Resident:
+    """See `engine.Engine.take`; raises `StateError` where a batch keeps an archive, which has no parts."""
+    count = resident.geometry.num_kv_heads // geometry.num_kv_heads
+    _check_batch(resident, geometry, count, index)
+    if resident.archive and count > 1:
+        raise StateError("take: a batch that keeps an archive, expected one without")
+    buffers = _new(context, resident.planes, Sizes.of(geometry, archive=max(1, resident.archive)))
+    if resident.archive:
+        copies = _whole(resident, buffers, resident.planes)
+    else:
+        copies = [
+            (resident.buffers[name], index * nbytes, buffers[name], 0, nbytes)
+            for name, nbytes in _sequence_bytes(geometry, STATE_PLANES)
+        ]
+    copy(context, copies, "take")
+    return Resident(geometry, buffers, resident.archive)
+
+
+def put(context: Context, resident: Resident, index: int, one: Resident) -> None:
+    """See `engine.Engine.put`; raises `StateError` where one of the two keeps an archive."""
+    count = resident.geometry.num_kv_heads // one.geometry.num_kv_heads
+    _check_batch(resident, one.geometry, count, index)
+    if resident.archive or one.archive:
+        raise StateError("put: a layer that keeps an archive, expected one without")
+    copies: list[Copy] = [
+        (one.buffers[name], 0, resident.buffers[name], index * nbytes, nbytes)
+        for name, nbytes in _sequence_bytes(one.geometry, MOVING_PLANES)
+    ]
+    copy(context, copies, "put")
+    resident.forget()
+
+
+def _check_batch(resident: Resident, geometry: Geometry, count: int, index: int = 0) -> None:
+    if count < 1 or resident.geometry != geometry.batch(count):
+        raise ArgumentError(f"resident: {resident.geometry}, expected {count} sequences of {geometry}")
+    if not 0 <= index < count:
+        raise ArgumentError(f"index: {index}, expected 0 to {count - 1}")
