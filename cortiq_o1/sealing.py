@@ -9,9 +9,11 @@ import numpy.typing as npt
 
 from .arrays import Float32, as_float32
 from .errors import ArgumentTypeError
-from .geometry import MIN_LANDMARKS, Geometry
+from .geometry import Geometry
+from .landmarks import landmarks_of, place_far, place_landmarks
 from .planes import (
     LARGE,
+    META_EVICTED,
     META_FAR_LEN,
     META_FAR_LIMIT,
     META_HEAD,
@@ -19,17 +21,12 @@ from .planes import (
     META_LEN,
     META_WINDOW,
     MZ_MAX,
-    MZ_SHIFT,
-    MZ_TOTAL,
     NO_FAR_LIMIT,
     PLANES,
     STATE_PLANES,
-    T_TOTAL,
     Sizes,
 )
 from .state import Fold, LayerState, SealOptions
-
-_FOLD_ROWS = 4096  # rows folded at a time, so that a long prompt needs no matrix of its whole length
 
 
 def check_rows(q: Any, k: Any, v: Any, geometry: Geometry) -> tuple[Float32, Float32, Float32]:
@@ -82,10 +79,18 @@ def seal(
 
 def sealed_state(q: Float32, k: Float32, v: Float32, geometry: Geometry, options: SealOptions) -> LayerState:
     """The sealed state after rows that `check_rows` returned, at least `geometry.exact_rows` of them."""
+    return LayerState(geometry, options, rows=len(k), planes=sealed_planes(q, k, v, geometry, options))
+
+
+def sealed_planes(
+    q: Float32, k: Float32, v: Float32, geometry: Geometry, options: SealOptions, seen: int | None = None
+) -> dict[str, npt.NDArray[Any]]:
+    """The planes of `sealed_state`, or with `seen` those after the first `seen` rows alone, at least the
+    sinks: landmarks, mixing matrix and far limit are those of all rows even then."""
     planes = empty_planes(geometry)
-    for g, window in enumerate(geometry.group_windows):
-        _seal_group(planes, g, window, q, k, v, geometry, options)
-    return LayerState(geometry, options, rows=len(k), planes=planes)
+    for g in range(geometry.num_kv_heads):
+        _seal_group(planes, g, q, k, v, geometry, options, len(k) if seen is None else seen)
+    return planes
 
 
 def empty_planes(geometry: Geometry) -> dict[str, npt.NDArray[Any]]:
@@ -103,102 +108,33 @@ def empty_planes(geometry: Geometry) -> dict[str, npt.NDArray[Any]]:
 def _seal_group(
     planes: dict[str, npt.NDArray[Any]],
     g: int,
-    window: int,
     q: Float32,
     k: Float32,
     v: Float32,
     geometry: Geometry,
     options: SealOptions,
+    seen: int,
 ) -> None:
-    rows, sinks, heads = len(k), geometry.sinks, geometry.heads_per_group
-    m = min(max(rows // 8, MIN_LANDMARKS), geometry.landmarks)
-    held = min(window, rows - sinks)
-    evicted = rows - sinks - held
+    rows, sinks, window = len(k), geometry.sinks, geometry.group_windows[g]
+    m = landmarks_of(rows, geometry)
+    held = min(window, seen - sinks)
+    evicted = seen - sinks - held
+    limits = {"always": NO_FAR_LIMIT, "prompt": rows - sinks, "never": max(0, rows - sinks - window)}
 
     meta = planes["group_meta"][g]
     meta[META_LEN], meta[META_HEAD] = held, evicted % window
     meta[META_FAR_LEN], meta[META_LANDMARKS] = evicted, m
-    meta[META_FAR_LIMIT] = {"always": NO_FAR_LIMIT, "prompt": rows - sinks, "never": evicted}[options.fold]
+    meta[META_EVICTED] = evicted
+    meta[META_FAR_LIMIT] = limits[options.fold]
 
     # Row x after the sinks took slot x mod window, the last `held` of them are still there.
     slots = np.arange(evicted, evicted + held) % window
     for plane, source in (("ring_k", k), ("ring_v", v)):
-        planes[plane][g, slots] = source[rows - held :, g]
+        planes[plane][g, slots] = source[seen - held : seen, g]
         planes[plane][g, geometry.window :] = source[:sinks, g]
 
-    # Landmarks are rounded to float32 before the mixing matrix is made from them: the kernels see
-    # the rounded ones, and the far field cancels too much to bear a matrix made for others.
-    k_tilde = planes["k_tilde"][g, :m] = _segment_means(k[:, g], m)
-    for h in range(g * heads, (g + 1) * heads):
-        q_tilde = planes["q_tilde"][h, :m] = _segment_means(q[:, h], m)
-        mix, shift = _mixing(q_tilde, k_tilde, float(geometry.scale32), options.ridge)
-        planes["mix"][h, :m, :m] = mix
-        planes["far_mz"][h, MZ_SHIFT] = shift
+    heads = slice(g * geometry.heads_per_group, (g + 1) * geometry.heads_per_group)
+    place_landmarks(planes, g, m, q[:, heads], k[:, g], geometry, options.ridge)
     if evicted:
-        own = slice(g * heads, (g + 1) * heads)
         gone = slice(sinks, sinks + evicted)
-        shifts = planes["far_mz"][own, MZ_SHIFT, 0].astype(np.float64)
-        queries = float(geometry.scale32) * planes["q_tilde"][own, :m].astype(np.float64)
-        mu, mass, num = _folded(queries, shifts, k[gone, g], v[gone, g])
-        planes["far_mz"][own, MZ_MAX, :m] = mu
-        planes["far_mz"][own, MZ_TOTAL, :m] = mass
-        planes["t_hat"][own, T_TOTAL, :m] = num
-
-
-def _segment_means(x: Float32, m: int) -> Float32:
-    """Means of `m` contiguous segments of `x (T, d)`, `(m, d)`, summed in float64."""
-    rows = len(x)
-    starts = [i * rows // m for i in range(m)]
-    sums = np.add.reduceat(x.astype(np.float64), starts, axis=0)
-    counts = np.diff([*starts, rows])[:, None]
-    return np.asarray(sums / counts, np.float32)
-
-
-def _mixing(q_tilde: Float32, k_tilde: Float32, scale: float, ridge: float) -> tuple[Float32, np.float32]:
-    """`M = (A^T A + lam I)^-1 A^T`, `lam = ridge mean diag(A^T A)`, `(m, m)`, and the shift `c`.
-
-    `A = exp(s Q~ K~^T - c)`, `c` the largest logit: M scales as 1 / A, so the operator's own M is this
-    one times `exp(-c)`. By Cholesky in float64, `lam` times ten when that fails.
-    """
-    logits = scale * (q_tilde.astype(np.float64) @ k_tilde.astype(np.float64).T)
-    shift = np.float32(logits.max())
-    a = np.exp(logits - shift)
-    gram = a.T @ a
-    lam = ridge * float(np.diag(gram).mean())
-    eye = np.eye(len(gram))
-    while True:
-        try:
-            lower = np.linalg.cholesky(gram + lam * eye)
-            break
-        except np.linalg.LinAlgError:
-            lam *= 10.0
-    return np.linalg.solve(lower.T, np.linalg.solve(lower, a.T)).astype(np.float32), shift
-
-
-def _folded(
-    queries: npt.NDArray[np.float64], shift: npt.NDArray[np.float64], k: Float32, v: Float32
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Far maximum `(H, m)`, mass `(H, m)` and numerator `(H, m, dv)` of rows `k (n, d)`, `v (n, dv)`.
-
-    `queries (H, m, d)` are scaled query landmarks, `shift (H,)` is taken from every logit.
-    """
-    heads, m, d = queries.shape
-    queries, less = queries.reshape(heads * m, d), np.repeat(shift, m)[:, None]
-    pieces = [slice(at, at + _FOLD_ROWS) for at in range(0, len(k), _FOLD_ROWS)]
-
-    def logits(piece: slice) -> npt.NDArray[np.float64]:
-        return queries @ k[piece].astype(np.float64).T - less
-
-    mu = np.full(heads * m, -np.inf)
-    for piece in pieces:
-        np.maximum(mu, logits(piece).max(axis=1), out=mu)
-    # Mass and numerator stand at the scale of the maximum as it is stored, rounded.
-    mu32 = mu.astype(np.float32)
-    mass = np.zeros(heads * m)
-    num = np.zeros((heads * m, v.shape[1]))
-    for piece in pieces:
-        # A rounded maximum of huge logits may lie far below the largest of them.
-        weights = np.exp(np.minimum(logits(piece) - mu32[:, None], 0.0))
-        mass += weights.sum(axis=1)
-        num += weights @ v[piece].astype(np.float64)
-    return mu32.reshape(heads, m), mass.reshape(heads, m), num.reshape(heads, m, -1)
+        place_far(planes, g, m, k[gone, g], v[gone, g], geometry)
