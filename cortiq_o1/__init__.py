@@ -5,7 +5,11 @@ See `docs/operator.md` for what is computed.
 """
 
 from ._version import __version__
-from .devices import Device, DeviceInfo, FallbackWarning, devices, open_device
+from .batch import Batch
+from .cache import Cache, CacheSnapshot
+from .capture import Capture, Captured
+from .device import Device, DeviceInfo
+from .devices import FallbackWarning, devices, open_device
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -23,11 +27,17 @@ from .layer import Layer
 from .planning import Limits, plan
 from .plans import Plan
 from .sealing import seal
+from .snapshots import Snapshot
 from .state import LayerState
 
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "Batch",
+    "Cache",
+    "CacheSnapshot",
+    "Capture",
+    "Captured",
     "CortiqError",
     "Device",
     "DeviceError",
@@ -42,6 +52,7 @@ __all__ = [
     "Limits",
     "Plan",
     "ShaderError",
+    "Snapshot",
     "StateError",
     "StateFileError",
     "__version__",

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .engine import Engine
-from .errors import ArgumentError, ArgumentTypeError, DeviceError
+from .device import Device, DeviceInfo
+from .errors import ArgumentError, DeviceError
 from .gpu.adapters import (
     BACKENDS,
     AdapterInfo,
@@ -26,11 +24,7 @@ from .gpu.adapters import (
     open_adapter,
 )
 from .paths import PATHS
-from .planning import PRECISIONS, Limits, chunk_rows
-
-if TYPE_CHECKING:
-    from .layer import Layer
-    from .state import LayerState
+from .planning import PRECISIONS, Limits
 
 VARIABLE = "CORTIQ_O1_DEVICE"
 """Environment variable that stands in for the device "auto"."""
@@ -42,166 +36,6 @@ _ALIASES = {"dx12": "d3d12", "opengl": "gl", "numpy": "cpu"}
 
 class FallbackWarning(RuntimeWarning):
     """`open_device("auto")` found no GPU that works and computes on the CPU; the message says why."""
-
-
-@dataclass(frozen=True)
-class DeviceInfo:
-    """One thing to compute on; `open_device` takes it.
-
-    `backend` is "vulkan", "metal", "d3d12", "gl" or "cpu"; `kind` "discrete", "integrated", "other" or
-    "cpu"; `software` is true for a renderer without hardware; `problem` says why it cannot be used.
-    """
-
-    name: str
-    backend: str
-    kind: str
-    software: bool
-    vendor: str = ""
-    driver: str = ""
-    features: tuple[str, ...] = ()
-    limits: Mapping[str, int] = field(default_factory=dict, compare=False)
-    problem: str | None = None
-    adapter: AdapterInfo | None = field(default=None, repr=False)
-
-    @classmethod
-    def of(cls, adapter: AdapterInfo) -> DeviceInfo:
-        """The description of an adapter."""
-        return cls(
-            adapter.name, adapter.backend, adapter.kind, adapter.software, adapter.vendor, adapter.driver,
-            adapter.features, adapter.limits, adapter.problem, adapter,
-        )  # fmt: skip
-
-    @property
-    def label(self) -> str:
-        """`name (backend)`, for messages."""
-        return f"{self.name} ({self.backend})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, ready for JSON."""
-        return {
-            "name": self.name,
-            "backend": self.backend,
-            "kind": self.kind,
-            "software": self.software,
-            "vendor": self.vendor,
-            "driver": self.driver,
-            "features": list(self.features),
-            "limits": dict(self.limits),
-            "problem": self.problem,
-        }
-
-
-class Device:
-    """Where layers live: a GPU, a software renderer, or NumPy. Made by `open_device`."""
-
-    def __init__(
-        self, info: DeviceInfo, path: str, limits: Limits, gpu: Any = None, precision: str = "exact"
-    ) -> None:
-        self._info = info
-        self._path = path
-        self._limits = limits
-        products = gpu is not None or path != "auto"  # NumPy without a plan has none to round for
-        self._precision = precision if products and limits.float16 else "exact"
-        self._gpu = gpu
-        self._engine: Engine | None = None
-
-    @property
-    def name(self) -> str:
-        """The adapter's name, or the processor's."""
-        return self._info.name
-
-    @property
-    def described(self) -> DeviceInfo:
-        """The device as `devices` lists it; `open_device` takes it."""
-        return self._info
-
-    @property
-    def backend(self) -> str:
-        """ "vulkan", "metal", "d3d12", "gl" or "cpu"."""
-        return self._info.backend
-
-    @property
-    def kind(self) -> str:
-        """ "discrete", "integrated", "other" or "cpu"."""
-        return self._info.kind
-
-    @property
-    def software(self) -> bool:
-        """Whether it is a renderer without hardware."""
-        return self._info.software
-
-    @property
-    def limits(self) -> Limits:
-        """What the device grants to the planner."""
-        return self._limits
-
-    @property
-    def path(self) -> str:
-        """The planner's path."""
-        return self._path
-
-    @property
-    def precision(self) -> str:
-        """The precision in force: "fast" only where the device has 16-bit floats."""
-        return self._precision
-
-    @property
-    def gpu(self) -> Any:
-        """The device object of wgpu or wgpudawn, None for the CPU."""
-        return self._gpu
-
-    @property
-    def engine(self) -> Any:
-        """What computes, made on first use; the `cortiq_o1.engine.Engine` protocol."""
-        if self._engine is None:
-            self._engine = self._make_engine()
-        return self._engine
-
-    def _make_engine(self) -> Engine:
-        # Each of these is only needed by those who come here.
-        if self._gpu is not None:
-            from .gpu.executor import GpuEngine
-
-            return GpuEngine(self._gpu, self._path, self._precision)
-        if self._path != "auto":
-            from .cpu.executor import PlanEngine
-
-            return PlanEngine(self._limits, poison=False, path=self._path, precision=self._precision)
-        from .cpu.direct import DirectEngine
-
-        return DirectEngine()
-
-    def load(self, state: LayerState) -> Layer:
-        """A layer of its own with a copy of the state on this device.
-
-        Raises:
-            ArgumentTypeError: `state` is no `LayerState`.
-            GeometryError: a plane passes the device's limits, or the device's path cannot serve; names
-                the field to lower. Nothing has been allocated.
-            DeviceMemoryError: the device has no room.
-        """
-        from .layer import Layer
-        from .state import LayerState
-
-        if not isinstance(state, LayerState):
-            raise ArgumentTypeError(f"state: {type(state).__name__}, expected a LayerState")
-        # Of two rows: one row alone may take a path of its own.
-        chunk_rows(state.geometry, 2, self._path, self._limits)
-        return Layer(self, self.engine, state)
-
-    def info(self) -> dict[str, Any]:
-        """What reports say of the device, ready for JSON."""
-        return {
-            **self._info.to_dict(),
-            "path": self._path,
-            "precision": self._precision,
-            "binding_bytes": self._limits.binding_bytes,
-            "workgroups": self._limits.workgroups,
-        }
-
-    def __repr__(self) -> str:
-        fast = f", precision={self._precision!r}" if self._precision != "exact" else ""
-        return f"Device({self.name!r}, {self.backend!r}, path={self._path!r}{fast})"
 
 
 @lru_cache(maxsize=1)

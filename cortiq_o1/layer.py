@@ -2,78 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from .arrays import Float32, as_index
-from .engine import Engine
+from .arrays import Float32, Rows, as_index
+from .engine import Accepted, Engine
 from .errors import ArgumentError, ArgumentTypeError, DeviceError, StateError
+from .exact_stream import CROSSING, ExactStream
 from .geometry import Geometry
-from .planes import META_FAR_LIMIT, META_LEN
-from .sealing import check_rows, empty_planes, sealed_state
+from .prefill import Progress, seal_on
+from .resealing import MIN_ARCHIVED
+from .sealed_stream import SealedStream
+from .sealing import check_rows
+from .snapshots import OnEngine, Snapshot, check_fits, moving_bytes, restored
 from .state import LayerState, SealOptions
 
 if TYPE_CHECKING:
-    from .devices import Device
-
-Rows = tuple[Float32, Float32, Float32]
-"""Queries, keys and values of the same rows."""
+    from .device import Device
 
 
-@dataclass
-class _Sealed:
-    """A sealed state on an engine."""
+class Logs(Protocol):
+    """Says what of the rows that pass is kept, see `capture.Capture`."""
 
-    resident: Any
+    def log(self, sealed: bool) -> Any:
+        """Where rows of the layer go, before the seal or after it; None if nowhere."""
 
-
-class _Exact:
-    """A stream too short for landmarks: all its rows in one ring on the engine, and on the host what
-    sealing needs, in room for as many as there may be. `pending`: the rows of an uncommitted call."""
-
-    def __init__(self, resident: Any, geometry: Geometry, history: Rows) -> None:
-        self.resident = resident
-        self.room = geometry.exact_rows
-        q, k, v = (np.empty((self.room, *x.shape[1:]), np.float32) for x in history)
-        self._kept: Rows = (q, k, v)
-        self.count = 0
-        self.pending: Rows | None = None
-        self.append(history)
-
-    def append(self, rows: Rows) -> None:
-        """Keeps copies of rows, of which there is room for `room - count`."""
-        end = self.count + len(rows[1])
-        for kept, new in zip(self._kept, rows, strict=True):
-            kept[self.count : end] = new
-        self.count = end
-
-    def history(self, more: Rows | None = None) -> Rows:
-        """Copies of the rows so far, and of `more` after them."""
-        q, k, v = (
-            np.concatenate([kept[: self.count], *([] if more is None else [more[i]])])
-            for i, kept in enumerate(self._kept)
-        )
-        return q, k, v
-
-
-def _exact_geometry(geometry: Geometry) -> Geometry:
-    """A geometry whose ring holds every row until the seal, so that the same kernels attend exactly."""
-    return Geometry(
-        geometry.num_heads, geometry.num_kv_heads, geometry.head_dim, geometry.value_dim,
-        window=geometry.exact_rows, sinks=0, landmarks=4, rect=geometry.rect, scale=geometry.scale,
-    )  # fmt: skip
-
-
-def _cut(rows: Rows, part: slice) -> Rows:
-    q, k, v = rows
-    return q[part], k[part], v[part]
-
-
-def _copied(rows: Rows) -> Rows:
-    q, k, v = rows
-    return q.copy(), k.copy(), v.copy()
+    def begin(self) -> None:
+        """Rows from here on do not follow those that passed before."""
 
 
 class Layer:
@@ -83,26 +40,57 @@ class Layer:
     one device may be used from several threads, one call at a time in each layer.
     """
 
-    def __init__(self, device: Device, engine: Engine, state: LayerState) -> None:
+    def __init__(
+        self, device: Device, held: SealedStream | ExactStream, rows: int, reseal_every: int | None = None
+    ) -> None:
         self._device = device
-        self._engine = engine
-        self._geometry = state.geometry
-        self._options: SealOptions = state.options
-        self._rows = state.rows
-        self._pending: int | None = None
-        self._held = self._upload(state)
+        self._engine: Engine = held.engine
+        self._held = held
+        self._geometry: Geometry = held.geometry
+        self._options: SealOptions = held.options
+        self._rows = rows
+        self._reseal_every = reseal_every
+        self._drafts: dict[str, int] = {}
+        self._line: object = object()
+        self._logs: Logs | None = None
 
-    def _upload(self, state: LayerState) -> _Sealed | _Exact:
-        if state.history is None:
-            return _Sealed(self._engine.upload(state.geometry, state.planes))
-        geometry = _exact_geometry(state.geometry)
-        planes = empty_planes(geometry)
-        rows = len(state.history[1])
-        planes["group_meta"][:, META_LEN] = rows
-        planes["group_meta"][:, META_FAR_LIMIT] = 0
-        planes["ring_k"][:, :rows] = state.history[1].transpose(1, 0, 2)
-        planes["ring_v"][:, :rows] = state.history[2].transpose(1, 0, 2)
-        return _Exact(self._engine.upload(geometry, planes), state.geometry, state.history)
+    @classmethod
+    def _of(
+        cls, device: Device, state: LayerState, archive: int = 0, reseal_every: int | None = None
+    ) -> Layer:
+        """A layer with a copy of the state."""
+        engine: Engine = device.engine
+        held: SealedStream | ExactStream
+        if state.sealed:
+            held = SealedStream.of(
+                engine, state, engine.upload(state.geometry, state.planes, archive), archive
+            )
+        else:
+            held = ExactStream.start(engine, state, archive)
+        return cls(device, held, state.rows, reseal_every)
+
+    @classmethod
+    def _of_prompt(
+        cls,
+        device: Device,
+        rows: Rows,
+        geometry: Geometry,
+        options: SealOptions,
+        progress: Progress | None,
+        archive: int = 0,
+        reseal_every: int | None = None,
+    ) -> Layer:
+        """A layer that the device seals, see `Device.seal`."""
+        count = len(rows[1])
+        if count <= geometry.exact_rows:
+            q, k, v = (x.copy() for x in rows)
+            return cls._of(
+                device, LayerState(geometry, options, count, history=(q, k, v)), archive, reseal_every
+            )
+        engine: Engine = device.engine
+        resident = seal_on(engine, *rows, geometry, options, archive, progress)
+        held = SealedStream.around(engine, geometry, options, resident, archive, count)
+        return cls(device, held, count, reseal_every)
 
     @property
     def device(self) -> Device:
@@ -122,18 +110,33 @@ class Layer:
     @property
     def sealed(self) -> bool:
         """Whether the layer has its far field, or still attends exactly over a short stream."""
-        return isinstance(self._held, _Sealed)
+        return isinstance(self._held, SealedStream)
+
+    @property
+    def epoch(self) -> str | None:
+        """Names the layer's seal, see `LayerState.epoch`; None if it has yet to seal itself."""
+        return self._held.epoch if isinstance(self._held, SealedStream) else None
 
     @property
     def pending(self) -> int | None:
-        """Rows of the last uncommitted call that `commit` may accept, None if there is none."""
-        return self._pending
+        """Rows of the draft "" that `commit` may accept, None if there is none."""
+        return self._drafts.get("")
+
+    @property
+    def drafts(self) -> dict[str, int]:
+        """The rows of every draft that `commit` may accept, by name."""
+        return dict(self._drafts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the layer holds: state, archive, drafts and, before the seal, its rows on the host."""
+        return self._held.nbytes
 
     def __repr__(self) -> str:
         kind = "sealed" if self.sealed else "exact"
         return f"Layer({kind}, rows={self._rows}, device={self._device.name!r}, {self._geometry})"
 
-    def attend(self, q: Any, k: Any, v: Any, commit: bool = True) -> Float32:
+    def attend(self, q: Any, k: Any, v: Any, commit: bool = True, draft: str = "") -> Float32:
         """Attention of `rows` new rows of the stream.
 
         Args:
@@ -141,6 +144,8 @@ class Layer:
             k: keys `(rows, G, d)`.
             v: values `(rows, G, dv)`.
             commit: whether the state moves over the rows. If not, the layer keeps them for `commit`.
+            draft: the name under which rows that are not committed are kept. A draft of that name is
+                replaced, others stay: several continuations of one state, of which `commit` takes one.
 
         Returns:
             Outputs `(rows, nh, dv)`, float32.
@@ -149,80 +154,226 @@ class Layer:
             ArgumentError, ArgumentTypeError: wrong shapes, types or values; nothing has changed.
             DeviceError: the device failed; names adapter and kernel or step.
         """
-        if not isinstance(commit, (bool, np.bool_)):
-            raise ArgumentTypeError(f"commit: {commit!r}, expected a bool")
+        commit = _as_bool("commit", commit)
+        draft = _as_draft(draft)
         rows = check_rows(q, k, v, self._geometry)
         count = len(rows[1])
-        try:
-            if count == 0:
-                out = np.zeros((0, self._geometry.num_heads, self._geometry.value_dim or 0), np.float32)
+        if count == 0:
+            out = np.zeros((0, self._geometry.num_heads, self._geometry.value_dim or 0), np.float32)
+            if commit:
+                self._engine.forget(self._held.resident)
+                self._drafts.clear()
             else:
-                out = self._attend(rows, bool(commit))
+                self._forget(draft)
+                self._drafts[draft] = 0
+            return out
+        before = self._held, self._line
+        try:
+            self._renew_if_due()
+            out = self._attend(rows, commit, draft)
         except ArgumentError:
-            raise  # refused: the rows of an earlier uncommitted call are still there
+            self._held, self._line = before
+            raise  # refused: the drafts are still there
         except BaseException:
-            # The engine may have put this call's rows in their place.
-            self._pending = self._pending if commit else None
+            self._held, self._line = before
+            # The engine may have put this call's rows in the place of the draft's.
+            if not commit:
+                self._forget(draft)
             raise
-        self._pending = None if commit else count
         if commit:
-            self._rows += count
+            self._moved(count)
+        else:
+            self._drafts[draft] = count
         return out
 
-    def _attend(self, rows: Rows, commit: bool) -> Float32:
+    def _attend(self, rows: Rows, commit: bool, draft: str) -> Float32:
         held = self._held
-        if isinstance(held, _Sealed):
-            return self._engine.attend(held.resident, *rows, commit)
-        room = held.room - held.count
-        head, tail = _cut(rows, slice(room)), _cut(rows, slice(room, None))
-        if len(tail[1]) == 0:
-            out = self._engine.attend(held.resident, *rows, commit)
-            if commit:
-                held.append(rows)
-            held.pending = None if commit else _copied(rows)
-            return out
-        # The seal falls inside the call. The exact part runs without a commit and the layer changes
-        # over in one step at the end, so that a failure on the way leaves it as it was.
-        kept = None if commit else _copied(rows)
-        parts = [self._engine.attend(held.resident, *head, False)] if room else []
-        sealed = sealed_state(*held.history(head), self._geometry, self._options)
-        after = _Sealed(self._engine.upload(sealed.geometry, sealed.planes))
-        parts.append(self._engine.attend(after.resident, *tail, commit))
-        if commit:
-            self._held = after
-        else:
-            held.pending = kept
-        return np.concatenate(parts)
+        if isinstance(held, SealedStream):
+            log = self._log(True) if commit else None
+            return self._engine.attend(held.resident, *rows, commit, draft, log)
+        if not commit:
+            return held.attend(rows, draft)
+        if not held.crosses(len(rows[1])):
+            return held.attend_committed(rows, self._log(False))
+        # The seal falls inside the call: tried first, so that a failure on the way leaves all as it was.
+        try:
+            out = held.attend(rows, CROSSING)
+            accepted, finish = self._accepting_exact(held, len(rows[1]), CROSSING)
+            self._engine.commit(accepted)
+        except BaseException:
+            held.forget(CROSSING)
+            raise
+        finish()
+        return out
 
-    def commit(self, rows: int) -> None:
-        """Accepts the first `rows` rows of the last `attend(commit=False)`; 0 forgets them all.
+    def _forget(self, draft: str) -> None:
+        self._drafts.pop(draft, None)
+        if isinstance(self._held, ExactStream):
+            self._held.forget(draft)
+
+    def _log(self, sealed: bool) -> Any:
+        return None if self._logs is None else self._logs.log(sealed)
+
+    def _moved(self, rows: int) -> None:
+        self._drafts.clear()
+        self._rows += rows
+
+    def commit(self, rows: int, draft: str = "") -> None:
+        """Accepts the first `rows` rows of a draft, and forgets all drafts; with 0 it just forgets.
 
         The state then is, bit for bit, what `attend` with `commit=True` over those rows leaves.
 
+        Args:
+            rows: how many, from 0 to those of the draft.
+            draft: the name given to `attend`.
+
         Raises:
-            StateError: no uncommitted rows are there.
+            StateError: no uncommitted rows of that name are there.
             ArgumentError, ArgumentTypeError: `rows` is not an integer from 0 to their number.
         """
-        if self._pending is None:
-            raise StateError("commit: no uncommitted rows; call attend(..., commit=False) first")
-        rows = as_index("rows", rows, 0, self._pending)
+        accepted, finish = self._accepting(rows, draft)
+        self._engine.commit(accepted)
+        finish()
+
+    def _accepting(self, rows: int, draft: str) -> tuple[list[Accepted], Callable[[], None]]:
+        """What the engine is to commit, and what to call once it has."""
+        draft = _as_draft(draft)
+        if draft not in self._drafts:
+            which = f" of draft {draft!r}" if draft else ""
+            raise StateError(f"commit: no uncommitted rows{which}; call attend(..., commit=False) first")
+        rows = as_index("rows", rows, 0, self._drafts[draft])
         held = self._held
-        if rows:
-            if isinstance(held, _Sealed):
-                self._engine.commit(held.resident, rows)
-            else:
-                assert held.pending is not None
-                self._attend(_cut(held.pending, slice(rows)), commit=True)
-        if isinstance(held, _Exact):
-            held.pending = None
-        self._pending = None
-        self._rows += rows
+        finish: Callable[[], None] = _nothing
+        if isinstance(held, SealedStream):
+            accepted = [Accepted(held.resident, rows, draft, self._log(True) if rows else None)]
+        elif rows:
+            accepted, finish = self._accepting_exact(held, rows, draft)
+        else:
+            accepted, finish = [Accepted(held.resident, 0)], held.drafts.clear
+
+        def done() -> None:
+            finish()
+            self._moved(rows)
+
+        return accepted, done
+
+    def _accepting_exact(
+        self, held: ExactStream, rows: int, draft: str
+    ) -> tuple[list[Accepted], Callable[[], None]]:
+        accepted, finish = held.accepting(rows, draft, self._log)
+
+        def done() -> None:
+            self._held = finish() or held
+
+        return accepted, done
+
+    def snapshot(self, name: str = "") -> Snapshot:
+        """The layer as it is now, for `restore`: a copy on the device of what moves. Drafts are not in it.
+
+        There may be several, taken back in any order.
+
+        Raises:
+            ArgumentTypeError: `name` is no string.
+            DeviceMemoryError: the device has no room.
+        """
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"name: {name!r}, expected a string")
+        held, engine = self._held, self._engine
+        fork = engine.fork(held.resident)
+        nbytes = moving_bytes(held.resident.geometry, held.archive if self.sealed else 0)
+        if isinstance(held, ExactStream):
+            nbytes += held.history.nbytes
+        return Snapshot(
+            name, self._geometry, self._rows, self.epoch, nbytes, OnEngine(held, fork, self._line)
+        )
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """The layer as the snapshot found it; drafts are forgotten. The snapshot can be taken back again.
+
+        Raises:
+            StateError: the snapshot is of another geometry, or of another seal (`epoch`).
+            ArgumentTypeError: not a snapshot.
+        """
+        self._check(snapshot)
+        self._restoring(snapshot)()
+
+    def _check(self, snapshot: Any) -> None:
+        """Raises what `restore` raises before it does anything."""
+        check_fits(snapshot, self._geometry, self.epoch, self._line)
+
+    def _restoring(self, snapshot: Snapshot) -> Callable[[], None]:
+        """Does what takes memory of a restore that `_check` let pass; what is returned does the rest."""
+        after, change_over = restored(snapshot, self._held)
+
+        def finish() -> None:
+            change_over()
+            self._held = after
+            if self._logs is not None:
+                self._logs.begin()
+            self._drafts.clear()
+            self._rows = snapshot.rows
+
+        return finish
+
+    def reseal(self, q: Any = None, k: Any = None, v: Any = None, *, evicted: bool = False) -> None:
+        """Renews the far field: landmarks and mixing matrix from archived rows, and in it just those of
+        them that have left the window. Sinks and window stay as they are.
+
+        Args:
+            q: queries `(T, nh, d)` of the newest rows of the stream, as `Cache.capture` hands them out.
+            k: keys `(T, G, d)` of the same rows; those still in a group's window are not folded.
+            v: values `(T, G, dv)`.
+            evicted: `k` and `v` are rows that have left the window, oldest first, all of which are folded.
+
+        Without arguments the rows are those of the layer's own archive, see `Cache(reseal_every=...)`.
+
+        Raises:
+            StateError: the layer has yet to seal itself, has uncommitted rows, or has no archive.
+            ArgumentError, ArgumentTypeError: wrong shapes, types or values, or too few rows; the last row
+                is not the stream's newest. Nothing has changed.
+        """
+        evicted = _as_bool("evicted", evicted)
+        held = self._held
+        if not isinstance(held, SealedStream):
+            raise StateError(
+                f"reseal: the layer has {self._rows} rows and seals itself after {self._geometry.exact_rows}"
+            )
+        if self._drafts:
+            raise StateError(f"reseal: uncommitted rows {self._drafts}; commit them first, or commit(0)")
+        given = [x is not None for x in (q, k, v)]
+        if any(given) and not all(given):
+            raise ArgumentTypeError("reseal: expected all of q, k, v, or none of them")
+        if any(given):
+            planes = held.from_rows(check_rows(q, k, v, self._geometry), evicted, self._rows)
+        else:
+            if not held.archive:
+                raise StateError("reseal: the layer has no archive; give q, k and v")
+            found = held.from_archive()
+            if found is None:
+                raise StateError(
+                    f"reseal: fewer than {MIN_ARCHIVED} rows have left some group's window since the archive "
+                    "began"
+                )
+            planes = found
+        self._held = held.renewed(planes, self._rows)
+        self._line = object()
+
+    def _renew_if_due(self) -> None:
+        held = self._held
+        if self._reseal_every is None or self._drafts or not isinstance(held, SealedStream):
+            return
+        if self._rows - held.renewed_at < self._reseal_every:
+            return
+        planes = held.from_archive()
+        if planes is not None:
+            self._held = held.renewed(planes, self._rows)
+            self._line = object()
 
     def state(self) -> LayerState:
         """The state on the host, for `LayerState.save`, or `Device.load` elsewhere."""
         held = self._held
-        if isinstance(held, _Exact):
-            return LayerState(self._geometry, self._options, self._rows, history=held.history())
+        if isinstance(held, ExactStream):
+            return LayerState(self._geometry, self._options, self._rows, history=held.history.rows())
         planes = self._engine.read(held.resident)
         return LayerState(self._geometry, self._options, self._rows, planes=planes)
 
@@ -235,6 +386,7 @@ class Layer:
         out_buffer: Any,
         rows: int,
         commit: bool = True,
+        draft: str = "",
     ) -> None:
         """Records the attention of `rows` rows into the caller's compute pass; GPU devices only.
 
@@ -242,7 +394,8 @@ class Layer:
         `attend`; the outputs are there once the caller's submission is done. The caller submits, and
         before any other call on a layer of this device: calls share scratch and run in the order in
         which they are submitted. `rows` counts what was recorded; should a recorded pass never be
-        submitted, load the layer anew from its last saved state.
+        submitted, load the layer anew from its last saved state. A far field that is due for renewal is
+        not renewed here: call `reseal()` between submissions.
 
         Raises:
             StateError: the layer has yet to seal itself.
@@ -253,19 +406,38 @@ class Layer:
         encode = getattr(self._engine, "encode", None)
         if encode is None:
             raise DeviceError(f"encode: {self._device.name} has no compute passes; use attend")
-        if not isinstance(self._held, _Sealed):
+        if not isinstance(self._held, SealedStream):
             raise StateError(
                 f"encode: the layer has {self._rows} rows and seals itself after "
                 f"{self._geometry.exact_rows}; use attend"
             )
-        if not isinstance(commit, (bool, np.bool_)):
-            raise ArgumentTypeError(f"commit: {commit!r}, expected a bool")
+        commit = _as_bool("commit", commit)
+        draft = _as_draft(draft)
         rows = as_index("rows", rows, 1)
         if any(out_buffer is other for other in (q_buffer, k_buffer, v_buffer)):
             raise ArgumentError("out_buffer: the same buffer as an input, expected one of its own")
-        encode(
-            self._held.resident, compute_pass, q_buffer, k_buffer, v_buffer, out_buffer, rows, bool(commit)
-        )
-        self._pending = None if commit else rows
+        log = self._log(True) if commit else None
+        buffers = (q_buffer, k_buffer, v_buffer, out_buffer)
+        encode(self._held.resident, compute_pass, *buffers, rows, commit, draft, log)
         if commit:
-            self._rows += rows
+            self._moved(rows)
+        else:
+            self._drafts[draft] = rows
+
+
+def _nothing() -> None:
+    """What there is to do after a commit that changes nothing on the host."""
+
+
+def _as_bool(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise ArgumentTypeError(f"{name}: {value!r}, expected a bool")
+    return bool(value)
+
+
+def _as_draft(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ArgumentTypeError(f"draft: {value!r}, expected a string")
+    if value == CROSSING:
+        raise ArgumentError(f"draft: {value!r}, a name that the layer keeps for itself")
+    return value

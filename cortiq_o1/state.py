@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import io
-import json
 import math
 import os
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -19,16 +15,20 @@ import numpy.typing as npt
 
 from .arrays import Float32, as_index, as_number
 from .errors import ArgumentError, CortiqError, StateFileError
+from .files import read_arrays, write_arrays
 from .geometry import MIN_LANDMARKS, Geometry
 from .planes import (
     LARGE,
     META_FAR_LEN,
+    META_FAR_LIMIT,
     META_HEAD,
     META_LANDMARKS,
     META_LEN,
     META_WINDOW,
+    MOVING_PLANES,
     MZ_MAX,
     MZ_RECENT,
+    MZ_SHIFT,
     MZ_TOTAL,
     PLANES,
     STATE_PLANES,
@@ -38,6 +38,7 @@ from .planes import (
 FORMAT = "cortiq-o1-state"
 VERSION = 1
 _HISTORY = ("q", "k", "v")
+_STILL = tuple(name for name in STATE_PLANES if name not in MOVING_PLANES)
 
 
 Fold = Literal["always", "prompt", "never"]
@@ -91,8 +92,10 @@ class LayerState:
         self.rows = rows
         self.planes = dict(planes or {})
         self.history = history
+        if history is not None and len(history[1]) != rows:
+            raise ArgumentError(f"state: {rows} rows, {len(history[1])} of them kept; expected all of them")
         problem = (
-            _planes_problem(geometry, self.planes) if history is None else _history_problem(geometry, history)
+            planes_problem(geometry, self.planes) if history is None else history_problem(geometry, history)
         )
         if problem:
             raise ArgumentError(f"state: {problem}")
@@ -106,6 +109,20 @@ class LayerState:
     def nbytes(self) -> int:
         """Bytes of the arrays."""
         return sum(a.nbytes for a in (self.history or self.planes.values()))
+
+    @cached_property
+    def epoch(self) -> str | None:
+        """Names what the seal made: equal for states of one seal, however far they have moved; None for a
+        state that is not sealed. Changes to `planes` after the first reading do not show."""
+        return epoch_of(self.geometry, self.planes) if self.sealed else None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Names the state: its seal, its rows, how far it has moved. As for `epoch`, it is read once."""
+        digest = hashlib.blake2b(repr((self.epoch, self.rows, self.options)).encode(), digest_size=8)
+        for array in self._arrays().values():
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
 
     def __repr__(self) -> str:
         kind = "sealed" if self.sealed else "exact"
@@ -129,24 +146,7 @@ class LayerState:
             "rows": self.rows,
             "sealed": self.sealed,
         }
-        text = np.frombuffer(json.dumps(header).encode(), np.uint8)
-        content = io.BytesIO()
-        np.savez(content, header=text, **self._arrays())  # type: ignore[arg-type]
-        target = Path(path).resolve()  # through a link, to the file that it names
-        if not target.parent.is_dir():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target.parent))
-        handle, scratch = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(sealed_bytes(content.getvalue()))
-            # mkstemp's file is private; a state is as readable as the user's other files.
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(scratch, 0o666 & ~mask)
-            os.replace(scratch, target)
-        except BaseException:
-            os.unlink(scratch)
-            raise
+        write_arrays(path, header, self._arrays())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LayerState:
@@ -155,16 +155,7 @@ class LayerState:
         Raises `StateFileError` (a `ValueError`) for a foreign, truncated or altered file and for an
         unknown version, and says which; `OSError` where it cannot be read.
         """
-        content = _unsealed(path, Path(path).read_bytes())
-        try:
-            with np.load(io.BytesIO(content), allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
-            header = json.loads(arrays.pop("header").tobytes())
-            version = header["version"] if header["format"] == FORMAT else None
-        except Exception as error:  # the checksum holds, so somebody else wrote it on purpose
-            raise StateFileError(f"{path}: not a state file: {error}") from error
-        if version != VERSION:
-            raise StateFileError(f"{path}: version {version!r}, this library reads version {VERSION}")
+        header, arrays = read_arrays(path, FORMAT, VERSION)
         try:
             geometry = Geometry.from_dict(header["geometry"])
             options = SealOptions(**header["options"])
@@ -177,29 +168,26 @@ class LayerState:
             raise StateFileError(f"{path}: no layer can have this state: {error}") from error
 
 
-_TRAILER = b"cortiq-o1\n"
+def epoch_of(geometry: Geometry, planes: Mapping[str, npt.NDArray[Any]]) -> str:
+    """What a seal made and no row moves, as 16 hex digits: landmarks, mixing matrix, their shift,
+    how many rows the far field takes."""
+    digest = hashlib.blake2b(repr(geometry).encode(), digest_size=8)
+    digest.update(np.ascontiguousarray(planes["group_meta"][:, [META_FAR_LIMIT, META_LANDMARKS]]).data)
+    digest.update(np.ascontiguousarray(planes["far_mz"][:, MZ_SHIFT]).data)
+    for name in _STILL:
+        digest.update(np.ascontiguousarray(planes[name]).data)
+    return digest.hexdigest()
 
 
-def sealed_bytes(content: bytes) -> bytes:
-    """A file's content with what proves it whole; a reader of `.npz` does not mind."""
-    return content + _TRAILER + hashlib.sha256(content).digest()
+def planes_problem(
+    geometry: Geometry, planes: Mapping[str, npt.NDArray[Any]], names: Sequence[str] = STATE_PLANES
+) -> str | None:
+    """Why the planes, those of the names given, cannot be a sealed layer's, None if they can.
 
-
-def _unsealed(path: str | os.PathLike[str], raw: bytes) -> bytes:
-    end = len(raw) - hashlib.sha256().digest_size - len(_TRAILER)
-    content, trailer, digest = raw[: max(end, 0)], raw[max(end, 0) :][: len(_TRAILER)], raw[-32:]
-    if trailer != _TRAILER:
-        what = "foreign, truncated or altered" if raw[:2] == b"PK" else "not a state file"
-        raise StateFileError(f"{path}: {what}: it does not end as a state file does")
-    if hashlib.sha256(content).digest() != digest:
-        raise StateFileError(f"{path}: altered: its content does not match its checksum")
-    return content
-
-
-def _planes_problem(geometry: Geometry, planes: Mapping[str, npt.NDArray[Any]]) -> str | None:
-    """Why the planes cannot be a sealed layer's, None if they can."""
-    if set(planes) != set(STATE_PLANES):
-        return f"planes {sorted(set(planes) ^ set(STATE_PLANES))} missing or unknown"
+    The planes that move must be among them.
+    """
+    if set(planes) != set(names):
+        return f"planes {sorted(set(planes) ^ set(names))} missing or unknown"
     sizes = Sizes.of(geometry)
     for name, array in planes.items():
         plane = PLANES[name]
@@ -231,7 +219,7 @@ def _planes_problem(geometry: Geometry, planes: Mapping[str, npt.NDArray[Any]]) 
     return None
 
 
-def _history_problem(geometry: Geometry, history: tuple[Float32, Float32, Float32]) -> str | None:
+def history_problem(geometry: Geometry, history: Sequence[Float32]) -> str | None:
     """Why the rows cannot be an unsealed layer's, None if they can."""
     rows = len(history[1])
     shapes = (

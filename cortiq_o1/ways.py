@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .devices import Device, DeviceInfo, chosen_path, open_device
+from .device import Device, DeviceInfo
+from .devices import chosen_path, open_device
 from .paths import PATHS
 
 DIRECT = "direct"

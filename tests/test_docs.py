@@ -26,6 +26,19 @@ def test_the_readmes_example_runs(tmp_path: Path) -> None:
     assert done.stdout.startswith("(1, 32, 128) (5, 32, 128) 1028 ")
 
 
+def test_the_page_on_sequences_runs(tmp_path: Path) -> None:
+    pieces = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sequences.md").read_text(), re.DOTALL)
+    assert len(pieces) > 5
+    program = tmp_path / "sequences.py"
+    program.write_text("\n\n".join(pieces))
+    done = subprocess.run([sys.executable, "-W", "error", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, _, last = done.stdout.splitlines()
+    tokens, passes = map(int, re.findall(r"(\d+) tokens in (\d+) passes", first)[0])
+    assert passes < tokens, "no draft was ever right"
+    assert last == "(3, 1, 4, 16) (3, 5, 4, 16) (66, 203, 90) 76"
+
+
 def test_links_between_documents_lead_somewhere() -> None:
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):

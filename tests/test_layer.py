@@ -10,19 +10,21 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import Rows, assert_follows, assert_same_state, geometries, part, random_rows
+from support import (
+    ODD,
+    SHORT,
+    Rows,
+    assert_follows,
+    assert_same_state,
+    geometries,
+    part,
+    random_rows,
+    sealed,
+)
 
 import cortiq_o1 as o1
 from cortiq_o1.reference import ReferenceLayer, StepResult, worst_error
 from cortiq_o1.sealing import empty_planes
-
-ODD = o1.Geometry(6, 2, 12, 20, window=24, sinks=3, landmarks=9, windows=(24, 7))
-
-
-def sealed(
-    rng: np.random.Generator, geometry: o1.Geometry = ODD, rows: int = 90, **options: Any
-) -> o1.LayerState:
-    return o1.seal(*random_rows(rng, max(rows, geometry.exact_rows + 1), geometry), geometry, **options)
 
 
 @pytest.mark.parametrize("cuts", [[1] * 40, [40], [7, 33], [39, 1], [25, 8, 7]], ids=str)
@@ -186,10 +188,6 @@ def test_a_batch_is_more_groups(device: o1.Device, rng: np.random.Generator) -> 
     out = device.load(batch).attend(*joined)
     for i, state in enumerate(states):
         assert_follows(state, rows[i], out[:, 4 * i : 4 * i + 4])
-
-
-SHORT = o1.Geometry(4, 2, 8, 12, window=16, sinks=2, landmarks=8, windows=(16, 9))
-"""Seals itself once more than 19 rows are there."""
 
 
 @cache

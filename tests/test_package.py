@@ -26,6 +26,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PUBLIC = {
     "ArgumentError",
     "ArgumentTypeError",
+    "Snapshot",
+    "Captured",
+    "Capture",
+    "CacheSnapshot",
+    "Cache",
+    "Batch",
     "CortiqError",
     "Device",
     "DeviceError",

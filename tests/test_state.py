@@ -14,7 +14,8 @@ import pytest
 from support import assert_same_state, random_rows
 
 import cortiq_o1 as o1
-from cortiq_o1.state import SealOptions, sealed_bytes
+from cortiq_o1.files import sealed_bytes
+from cortiq_o1.state import SealOptions
 
 GEOMETRY = o1.Geometry(4, 2, 8, 12, window=16, sinks=2, landmarks=8, windows=(16, 9))
 
@@ -100,7 +101,7 @@ def rewritten(file: Path, change: Any) -> None:
     ("change", "message"),
     [
         ({"version": 99}, "version 99, this library reads version 1"),
-        ({"format": "else"}, "version None"),
+        ({"format": "else"}, "a file of format 'else', expected 'cortiq-o1-state'"),
         ({"rows": -5}, "rows: -5, expected at least 0"),
         ({"options": {"method": "nystrom", "ridge": 1e-6, "fold": "bogus"}}, "fold: 'bogus'"),
         ({"geometry": {"num_heads": 3}}, "no layer can have this state"),

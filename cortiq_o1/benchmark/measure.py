@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..devices import Device
+from ..device import Device
 from ..planning import block_rows
 from ..state import LayerState
 from .layers import moved_bytes, random_rows

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from ..devices import Device, DeviceInfo
+from ..device import Device, DeviceInfo
 from ..errors import CortiqError, DeviceError
 from ..planning import plan
 from ..ways import DIRECT, open_ways

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..devices import Device
+from ..device import Device
 from ..geometry import Geometry
 from ..sealing import seal
 from .results import Errors, Quality

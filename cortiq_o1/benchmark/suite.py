@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from .._version import __version__
-from ..devices import Device, DeviceInfo, open_device
+from ..device import Device, DeviceInfo
+from ..devices import open_device
 from ..errors import ArgumentError, CortiqError, DeviceError
 from ..geometry import Geometry
 from ..planning import chunk_rows

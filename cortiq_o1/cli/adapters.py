@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..devices import DeviceInfo, devices
+from ..device import DeviceInfo
+from ..devices import devices
 from ..gpu.adapters import REQUESTED_FEATURES, find_adapters, required_limits
 from .report import Column, byte_size, err_console, out_console, print_table, write_json
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..devices import Device, DeviceInfo, devices, open_device
+from ..device import Device, DeviceInfo
+from ..devices import devices, open_device
 from ..errors import DeviceError
 
 

@@ -1,0 +1,245 @@
+"""A device as it is listed, and as layers live on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, overload
+
+from .engine import Engine
+from .errors import ArgumentTypeError
+from .geometry import Geometry
+from .gpu.adapters import AdapterInfo
+from .planning import Limits, chunk_rows
+
+if TYPE_CHECKING:
+    from .batch import Batch
+    from .layer import Layer
+    from .state import Fold, LayerState
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One thing to compute on; `open_device` takes it.
+
+    `backend` is "vulkan", "metal", "d3d12", "gl" or "cpu"; `kind` "discrete", "integrated", "other" or
+    "cpu"; `software` is true for a renderer without hardware; `problem` says why it cannot be used.
+    """
+
+    name: str
+    backend: str
+    kind: str
+    software: bool
+    vendor: str = ""
+    driver: str = ""
+    features: tuple[str, ...] = ()
+    limits: Mapping[str, int] = field(default_factory=dict, compare=False)
+    problem: str | None = None
+    adapter: AdapterInfo | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, adapter: AdapterInfo) -> DeviceInfo:
+        """The description of an adapter."""
+        return cls(
+            adapter.name, adapter.backend, adapter.kind, adapter.software, adapter.vendor, adapter.driver,
+            adapter.features, adapter.limits, adapter.problem, adapter,
+        )  # fmt: skip
+
+    @property
+    def label(self) -> str:
+        """`name (backend)`, for messages."""
+        return f"{self.name} ({self.backend})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, ready for JSON."""
+        return {
+            "name": self.name,
+            "backend": self.backend,
+            "kind": self.kind,
+            "software": self.software,
+            "vendor": self.vendor,
+            "driver": self.driver,
+            "features": list(self.features),
+            "limits": dict(self.limits),
+            "problem": self.problem,
+        }
+
+
+class Device:
+    """Where layers live: a GPU, a software renderer, or NumPy. Made by `open_device`."""
+
+    def __init__(
+        self, info: DeviceInfo, path: str, limits: Limits, gpu: Any = None, precision: str = "exact"
+    ) -> None:
+        self._info = info
+        self._path = path
+        self._limits = limits
+        products = gpu is not None or path != "auto"  # NumPy without a plan has none to round for
+        self._precision = precision if products and limits.float16 else "exact"
+        self._gpu = gpu
+        self._engine: Engine | None = None
+
+    @property
+    def name(self) -> str:
+        """The adapter's name, or the processor's."""
+        return self._info.name
+
+    @property
+    def described(self) -> DeviceInfo:
+        """The device as `devices` lists it; `open_device` takes it."""
+        return self._info
+
+    @property
+    def backend(self) -> str:
+        """ "vulkan", "metal", "d3d12", "gl" or "cpu"."""
+        return self._info.backend
+
+    @property
+    def kind(self) -> str:
+        """ "discrete", "integrated", "other" or "cpu"."""
+        return self._info.kind
+
+    @property
+    def software(self) -> bool:
+        """Whether it is a renderer without hardware."""
+        return self._info.software
+
+    @property
+    def limits(self) -> Limits:
+        """What the device grants to the planner."""
+        return self._limits
+
+    @property
+    def path(self) -> str:
+        """The planner's path."""
+        return self._path
+
+    @property
+    def precision(self) -> str:
+        """The precision in force: "fast" only where the device has 16-bit floats."""
+        return self._precision
+
+    @property
+    def gpu(self) -> Any:
+        """The device object of wgpu or wgpudawn, None for the CPU."""
+        return self._gpu
+
+    @property
+    def engine(self) -> Any:
+        """What computes, made on first use; the `cortiq_o1.engine.Engine` protocol."""
+        if self._engine is None:
+            self._engine = self._make_engine()
+        return self._engine
+
+    def _make_engine(self) -> Engine:
+        # Each of these is only needed by those who come here.
+        if self._gpu is not None:
+            from .gpu.executor import GpuEngine
+
+            return GpuEngine(self._gpu, self._path, self._precision)
+        if self._path != "auto":
+            from .cpu.executor import PlanEngine
+
+            return PlanEngine(self._limits, poison=False, path=self._path, precision=self._precision)
+        from .cpu.direct import DirectEngine
+
+        return DirectEngine()
+
+    @overload
+    def load(self, state: LayerState) -> Layer: ...
+
+    @overload
+    def load(self, state: Sequence[LayerState]) -> Batch: ...
+
+    def load(self, state: LayerState | Sequence[LayerState]) -> Layer | Batch:
+        """A layer of its own with a copy of the state on this device; of a list of states, a batch.
+
+        Raises:
+            ArgumentTypeError: `state` is no `LayerState` nor a list of them.
+            ArgumentError: states of different geometries.
+            GeometryError: a plane passes the device's limits, or the device's path cannot serve; names
+                the field to lower. Nothing has been allocated.
+            DeviceMemoryError: the device has no room.
+        """
+        from .batch import Batch
+        from .state import LayerState
+
+        if isinstance(state, LayerState):
+            return self._load(state)
+        if isinstance(state, (list, tuple)):
+            return Batch(self, state)
+        raise ArgumentTypeError(f"state: {type(state).__name__}, expected a LayerState or a list of them")
+
+    def _load(self, state: LayerState, archive: int = 0, reseal_every: int | None = None) -> Layer:
+        from .layer import Layer
+
+        self._check_geometry(state.geometry)
+        return Layer._of(self, state, archive, reseal_every)
+
+    def _check_geometry(self, geometry: Geometry) -> None:
+        # Of two rows: one row alone may take a path of its own.
+        chunk_rows(geometry, 2, self._path, self._limits)
+
+    def seal(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        geometry: Geometry,
+        method: str = "nystrom",
+        ridge: float = 1e-6,
+        fold: Fold = "always",
+        progress: Callable[[int, int], object] | None = None,
+    ) -> Layer:
+        """`cortiq_o1.seal` and `load` in one, for long prompts: the far field is folded on the device.
+
+        Memory beside the prompt's own does not grow with it, and no dispatch takes more than 64 rows.
+        Landmarks and mixing matrix are made on the host in float64, the far field's sums are float32.
+
+        Args:
+            q: queries `(T, nh, d)`, as the attention sees them (after RoPE), not scaled.
+            k: keys `(T, G, d)`.
+            v: values `(T, G, dv)`.
+            geometry: the layer's sizes.
+            method, ridge, fold: see `cortiq_o1.seal`.
+            progress: called with the rows done and all rows, first with 0. What it raises ends the seal.
+
+        Raises what `cortiq_o1.seal` and `load` raise.
+        """
+        return self._seal((q, k, v), geometry, (method, ridge, fold), progress)
+
+    def _seal(
+        self,
+        rows: tuple[Any, Any, Any],
+        geometry: Geometry,
+        how: tuple[str, float, Fold],
+        progress: Callable[[int, int], object] | None,
+        archive: int = 0,
+        reseal_every: int | None = None,
+    ) -> Layer:
+        from .layer import Layer
+        from .sealing import check_rows
+        from .state import SealOptions
+
+        if not isinstance(geometry, Geometry):
+            raise ArgumentTypeError(f"geometry: {type(geometry).__name__}, expected a Geometry")
+        if progress is not None and not callable(progress):
+            raise ArgumentTypeError(f"progress: {type(progress).__name__}, expected a callable")
+        options = SealOptions(*how)
+        checked = check_rows(*rows, geometry)
+        self._check_geometry(geometry)
+        return Layer._of_prompt(self, checked, geometry, options, progress, archive, reseal_every)
+
+    def info(self) -> dict[str, Any]:
+        """What reports say of the device, ready for JSON."""
+        return {
+            **self._info.to_dict(),
+            "path": self._path,
+            "precision": self._precision,
+            "binding_bytes": self._limits.binding_bytes,
+            "workgroups": self._limits.workgroups,
+        }
+
+    def __repr__(self) -> str:
+        fast = f", precision={self._precision!r}" if self._precision != "exact" else ""
+        return f"Device({self.name!r}, {self.backend!r}, path={self._path!r}{fast})"
