@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -104,7 +105,8 @@ class LayerLogs:
     """One layer's view of whichever capture is at work on its cache."""
 
     def __init__(self, cache: Cache, layer: int, geometry: Geometry) -> None:
-        self._cache = cache
+        # Weakly: who keeps a layer does not keep its cache, and a cache is gone when its last holder is.
+        self._cache = weakref.ref(cache)
         self._layer = layer
         self._geometry = geometry
         self._stretch = object()
@@ -115,7 +117,8 @@ class LayerLogs:
 
     def log(self, sealed: bool) -> Any:
         """Where rows go, from before the layer's seal or after it; None if nowhere."""
-        capture = self._cache._capture
+        cache = self._cache()
+        capture = None if cache is None else cache._capture
         if capture is None:
             return None
         return capture._log(self._layer, self._stretch, self._geometry, sealed)

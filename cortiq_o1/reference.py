@@ -7,7 +7,7 @@ state's planes (float32, so kernel and reference start from the same bits) or se
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -121,6 +121,28 @@ class _Group:
         self.num_rounding = rescale[:, :, None] * self.num_rounding + loss[:, :, None] * np.abs(v)
         self.far_max = new_max
         self.far_len += 1
+
+    def skip(self, k: Float64, v: Float64) -> None:
+        """`push` for each row of `k (rows, d)`, `v (rows, dv)`, with all that leave folded at once."""
+        self.ring.extend(zip(k, v, strict=True))
+        gone = [self.ring.popleft() for _ in range(len(self.ring) - self.window)]
+        gone = gone[: max(0, self.far_limit - self.far_len)]
+        if not gone:
+            return
+        keys, values = (np.array(side) for side in zip(*gone, strict=True))
+        scale = float(self.geometry.scale32)
+        logit = scale * (self.q_tilde @ keys.T) - self.shift[:, None, None]
+        terms = scale * (np.abs(self.q_tilde) @ np.abs(keys).T) + np.abs(self.shift)[:, None, None]
+        new_max = np.maximum(self.far_max, logit.max(axis=-1))
+        rescale = np.exp(self.far_max - new_max)
+        weight = np.exp(logit - new_max[..., None])
+        loss = weight * _rounding(logit - new_max[..., None], terms)
+        self.far_mass = rescale * self.far_mass + weight.sum(axis=-1)
+        self.far_num = rescale[..., None] * self.far_num + weight @ values
+        self.mass_rounding = rescale * self.mass_rounding + loss.sum(axis=-1)
+        self.num_rounding = rescale[..., None] * self.num_rounding + loss @ np.abs(values)
+        self.far_max = new_max
+        self.far_len += len(gone)
 
     def attend(self, q: Float64) -> StepResult:
         """Steps 3 to 5 for the group's heads, `q (H, d)`."""
@@ -236,6 +258,19 @@ class ReferenceLayer:
         return cls(geometry, groups)
 
     @classmethod
+    def exact(cls, geometry: Geometry) -> ReferenceLayer:
+        """A layer that has seen nothing and attends exactly: room for every row until the seal."""
+        groups = []
+        heads, d = geometry.heads_per_group, geometry.head_dim
+        for _ in range(geometry.num_kv_heads):
+            group = _Group(geometry, geometry.exact_rows, 0)
+            group.set_landmarks(
+                np.zeros((heads, 0, d)), np.zeros((0, d)), np.zeros((heads, 0, 0)), np.zeros(heads)
+            )
+            groups.append(group)
+        return cls(geometry, groups)
+
+    @classmethod
     def seal(
         cls,
         q: npt.NDArray[Any],
@@ -290,6 +325,52 @@ class ReferenceLayer:
 
     def run(self, q: npt.NDArray[Any], k: npt.NDArray[Any], v: npt.NDArray[Any]) -> list[StepResult]:
         """`step` for each row of `q (rows, nh, d)`, `k (rows, G, d)`, `v (rows, G, dv)`."""
+        return [self.step(*row) for row in zip(q, k, v, strict=True)]
+
+    def skip(self, k: npt.NDArray[Any], v: npt.NDArray[Any]) -> None:
+        """Moves the state over rows `k (rows, G, d)`, `v (rows, G, dv)` without outputs, many at a time."""
+        for g, group in enumerate(self.groups):
+            group.skip(k[:, g].astype(np.float64), v[:, g].astype(np.float64))
+
+
+class ReferenceStream:
+    """A layer from its first row on: exact attention while the stream is short, then a sealed layer.
+
+    `seal` makes that layer from the rows so far, `ReferenceLayer.seal` if not given.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        seal: Callable[[Float64, Float64, Float64], ReferenceLayer] | None = None,
+    ) -> None:
+        self.geometry = geometry
+        self.layer = ReferenceLayer.exact(geometry)
+        self.rows: list[tuple[Float64, Float64, Float64]] = []
+        self.sealed = False
+        self._seal = seal or (lambda q, k, v: ReferenceLayer.seal(q, k, v, geometry))
+
+    @property
+    def groups(self) -> list[_Group]:
+        """Those of the layer as it is now."""
+        return self.layer.groups
+
+    def history(self) -> tuple[Float64, Float64, Float64]:
+        """The rows before the seal: `q (rows, nh, d)`, `k (rows, G, d)`, `v (rows, G, dv)`."""
+        q, k, v = (np.array(column) for column in zip(*self.rows, strict=True))
+        return q, k, v
+
+    def step(self, q: npt.NDArray[Any], k: npt.NDArray[Any], v: npt.NDArray[Any]) -> StepResult:
+        """One row, as `ReferenceLayer.step`."""
+        if not self.sealed and len(self.rows) == self.geometry.exact_rows:
+            self.layer, self.sealed = self._seal(*self.history()), True
+        if not self.sealed:
+            q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+            self.rows.append((q, k, v))
+        return self.layer.step(q, k, v)
+
+    def run(self, q: npt.NDArray[Any], k: npt.NDArray[Any], v: npt.NDArray[Any]) -> list[StepResult]:
+        """`step` for each row."""
         return [self.step(*row) for row in zip(q, k, v, strict=True)]
 
 

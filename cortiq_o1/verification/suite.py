@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..devices import Device, DeviceInfo
+from ..device import Device, DeviceInfo
 from ..errors import ArgumentError, CortiqError, DeviceLostError
 from ..kernels import KERNELS
 from ..ways import DIRECT, open_ways
