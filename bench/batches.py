@@ -75,7 +75,9 @@ def measure(device: o1.Device, geometry: o1.Geometry, batches: list[int], rounds
         made = [device.load([states[i % 2] for i in range(batch)]) for _ in range(layers)]
         runs = [run for one in made for run in one.residents]
         if len(runs) != layers:
-            raise SystemExit(f"batch of {batch}: does not fit one binding of {device.name}; use a smaller one")
+            raise SystemExit(
+                f"batch of {batch}: does not fit one binding of {device.name}; use a smaller one"
+            )
         residents[batch] = runs
     times: dict[int, list[float]] = {batch: [] for batch in batches}
     clock = "wall"
@@ -114,7 +116,8 @@ def main() -> int:
         table.add_column(column, justify="right")
     for f in figures:
         table.add_row(
-            str(f.batch), f"{1e6 * f.seconds:.1f}", f"{1e6 * f.spread:.1f}", f"{f.seconds / first.seconds:.2f}",
+            str(f.batch), f"{1e6 * f.seconds:.1f}", f"{1e6 * f.spread:.1f}",
+            f"{f.seconds / first.seconds:.2f}",
             f"{f.bandwidth / 1e12:.2f}", f"{f.bandwidth / bandwidth:.0%}",
         )  # fmt: skip
     Console(stderr=given.json == "-").print(table)

@@ -199,7 +199,7 @@ def test_a_cache_that_is_deleted_is_gone(device: o1.Device, rng: np.random.Gener
     lives(device, states, rows)
     before = held(device)
     cache = lives(device, states, rows)
-    residents = [weakref.ref(cache[index]._held.resident) for index in cache]
+    residents = [weakref.ref(cache[index]._held.resident) for index in sorted(cache)]
     if device.gpu is not None:
         name = "resource_mem of Buffer"
         assert held(device)[name] >= before[name] + cache.nbytes // 2 > before[name]
