@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .arrays import Float32, as_index
-from .errors import StateError
+from .errors import ArgumentTypeError, StateError
 from .geometry import Geometry
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Capture:
     ) -> None:
         self._cache = cache
         self._engine = engine
-        self._layers = None if layers is None else frozenset(as_index("layers", i, 0) for i in layers)
+        self._layers = None if layers is None else _indices(layers)
         self._queries = queries
         self._rows = rows
         # One run of rows after another; a layer begins a new one where its stream does not go on.
@@ -61,8 +61,8 @@ class Capture:
         self._cache._end(self)
 
     def wants_q(self, layer: int) -> bool:
-        """Whether the queries of a layer that has yet to seal itself are kept."""
-        return self._queries and self._wants(layer) and not self._cache[layer].sealed
+        """Whether the queries of a layer are kept because it has yet to seal itself."""
+        return self._queries and self._wants(layer) and layer in self._cache and not self._cache[layer].sealed
 
     def take(self) -> list[Captured]:
         """What has passed since the last call, all rows of a layer joined, and forgets it.
@@ -122,6 +122,14 @@ class LayerLogs:
         if capture is None:
             return None
         return capture._log(self._layer, self._stretch, self._geometry, sealed)
+
+
+def _indices(layers: Iterable[int]) -> frozenset[int]:
+    try:
+        given = list(layers)
+    except TypeError:
+        raise ArgumentTypeError(f"layers: {layers!r}, expected a list of integers") from None
+    return frozenset(as_index("layers", i, 0) for i in given)
 
 
 def check_idle(capture: Capture | None) -> None:

@@ -57,7 +57,7 @@ def resealed(
         skip: for each group how many of the newest rows are still in its window.
 
     Raises:
-        ArgumentError: too few rows, or fewer than a group skips.
+        ArgumentError: too few rows, fewer than a group skips, or none to fold where a far field is.
     """
     for name, rows in (("q", len(q)), ("k", len(k))):
         if rows < MIN_ARCHIVED:
@@ -66,6 +66,11 @@ def resealed(
         if newest > len(k):
             raise ArgumentError(
                 f"k: {len(k)} rows, expected at least the {newest} that are still in the window of group {g}"
+            )
+        if newest == len(k) and meta[g, META_FAR_LEN]:
+            raise ArgumentError(
+                f"k: {len(k)} rows, all still in the window of group {g}, whose far field would be emptied; "
+                "expected rows that have left it too"
             )
     heads = geometry.heads_per_group
     groups = [(q[:, g * heads : (g + 1) * heads], k[:, g], v[:, g]) for g in range(geometry.num_kv_heads)]

@@ -21,6 +21,7 @@ from support import (
 )
 
 import cortiq_o1 as o1
+from cortiq_o1.planes import META_FAR_LEN
 from cortiq_o1.resealing import MIN_ARCHIVED, RESEALED_PLANES
 
 PLAIN = o1.Geometry(4, 2, 8, window=16, sinks=2, landmarks=6)
@@ -300,3 +301,29 @@ def test_rows_that_cannot_be_resealed_from(device: o1.Device, rng: np.random.Gen
     assert layer.drafts == {"x": 2}
     assert_same_state(layer.state(), before)
     assert layer.epoch == before.epoch
+
+
+def test_a_reseal_does_not_empty_a_far_field(device: o1.Device, rng: np.random.Generator) -> None:
+    geometry = o1.Geometry(2, 1, 8, window=40, sinks=1, landmarks=8)
+    cache = o1.Cache(device)
+    cache[0] = sealed(rng, geometry, 120)
+    with cache.capture() as capture:
+        cache[0].attend(*random_rows(rng, 41, geometry))
+    ((_, q, k, v),) = capture.take()
+    before = cache[0].state()
+    with pytest.raises(o1.ArgumentError, match="k: 40 rows, all still in the window of group 0"):
+        cache[0].reseal(q[1:], k[1:], v[1:])
+    assert_same_state(cache[0].state(), before)
+    cache[0].reseal(q, k, v)
+    assert cache[0].state().planes["group_meta"][0, META_FAR_LEN] == 1
+
+
+def test_what_a_capture_may_be_asked(device: o1.Device, rng: np.random.Generator) -> None:
+    cache = o1.Cache(device)
+    cache[0] = sealed(rng)
+    assert not cache.capture().wants_q(0)
+    assert not cache.capture().wants_q(1)
+    with pytest.raises(o1.ArgumentTypeError, match="layers: 3, expected a list of integers"):
+        cache.capture(layers=3)  # type: ignore[arg-type]
+    with pytest.raises(o1.ArgumentTypeError, match="layers: 'a', expected an integer"):
+        cache.capture(layers="a")  # type: ignore[arg-type]
