@@ -1,0 +1,141 @@
+// The sub-chunk's queries against the key landmarks, its evicted keys against the query landmarks, and the
+// far maximum and mass after each row: o1c_far_e and o1c_land in one.
+//
+//   group_meta  [G][8] u32
+//   ring_k      [G][w + ns][d] vec4
+//   q_tilde     [nh][m][d] vec4
+//   far_mz      [nh][4][m]
+//   q           [rows][nh][d] vec4
+//   k_tilde     [G][m][d] vec4
+//   far_rows    [5][nh][m][kcap], then [G][8]: what the commit must know of a group, see record_at
+//   land_scores [kcap][nh][m]
+//
+// One workgroup four landmarks of a query head, one lane a row.
+
+//#include shared/params.wgsl
+//#include shared/group.wgsl
+//#include shared/far_planes.wgsl
+//#include shared/arithmetic.wgsl
+//#include record.wgsl
+
+@group(0) @binding(1) var<storage, read> group_meta: array<u32>;
+@group(0) @binding(2) var<storage, read> ring_k: array<vec4<f32>>;
+@group(0) @binding(3) var<storage, read> q_tilde: array<vec4<f32>>;
+@group(0) @binding(4) var<storage, read> far_mz: array<f32>;
+@group(0) @binding(5) var<storage, read> q: array<vec4<f32>>;
+@group(0) @binding(6) var<storage, read> k_tilde: array<vec4<f32>>;
+@group(0) @binding(7) var<storage, read_write> far_rows: array<f32>;
+@group(0) @binding(8) var<storage, read_write> land_scores: array<f32>;
+
+const EVICT_LANES: u32 = 256u;    // 64 rows, 4 stripes of the width
+
+var<workgroup> sh_land: array<array<vec4<f32>, 64>, 4>;
+var<workgroup> sh_logit: array<array<vec4<f32>, 64>, 4>;
+
+var<workgroup> sh_one: array<f32, 256>;    // [landmark][row]
+
+fn four(at: u32, stride: u32, known: u32) -> vec4<u32> {
+    return vec4<u32>(at) + min(vec4<u32>(0u, 1u, 2u, 3u), vec4<u32>(known)) * stride;
+}
+
+@compute @workgroup_size(EVICT_LANES)
+fn main(@builtin(workgroup_id) wid: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
+    let gh = wid.y;
+    let g = group_of(gh);
+    let group = load_group(g);
+    let a = wid.x * 4u;
+    let i = lane % 64u;
+    let stripe = lane / 64u;
+    let rows = min(params.k, 64u);
+    let folds = folds_of(group, rows);
+    if (a == 0u && gh == g * params.hpg && lane == 0u) {
+        far_rows[record_at(g, RE_LEN)] = f32(group.len);
+        far_rows[record_at(g, RE_HEAD)] = f32(group.head);
+        far_rows[record_at(g, RE_WINDOW)] = f32(group.window);
+        far_rows[record_at(g, RE_FIRST)] = f32(folds.first);
+        far_rows[record_at(g, RE_END)] = f32(folds.end);
+        far_rows[record_at(g, RE_LANDMARKS)] = f32(group.landmarks);
+        let far_len = group.far_len + (folds.end - folds.first);
+        far_rows[record_at(g, RE_FLUSH)] = select(0.0, 1.0, far_len / FLUSH_ROWS != group.far_len / FLUSH_ROWS);
+    }
+    if (a < group.landmarks) {
+        let d4 = params.d / 4u;
+        let is_folded = i >= folds.first && i < folds.end;
+        let known = group.landmarks - 1u - a;
+        let to_query = four((gh * params.m + a) * d4, d4, known);
+        let to_key = four((g * params.m + a) * d4, d4, known);
+        let key = ring_row(group, g, min(max(i, folds.first) - folds.first, max(group.len, 1u) - 1u)) * d4;
+        let query = ((params.r0 + min(i, rows - 1u)) * params.nh + gh) * d4;
+        var land = vec4<f32>(0.0);
+        var evicted = vec4<f32>(0.0);
+        for (var e = stripe; e < d4; e += 4u) {
+            let x = q[query + e];
+            land += vec4<f32>(
+                dot(k_tilde[to_key.x + e], x), dot(k_tilde[to_key.y + e], x),
+                dot(k_tilde[to_key.z + e], x), dot(k_tilde[to_key.w + e], x),
+            );
+            if (is_folded) {
+                let y = ring_k[key + e];
+                evicted += vec4<f32>(
+                    dot(q_tilde[to_query.x + e], y), dot(q_tilde[to_query.y + e], y),
+                    dot(q_tilde[to_query.z + e], y), dot(q_tilde[to_query.w + e], y),
+                );
+            }
+        }
+        sh_land[stripe][i] = land;
+        sh_logit[stripe][i] = evicted;
+        workgroupBarrier();
+        // From here on a stripe takes one of the landmarks.
+        let b = a + stripe;
+        var logit = -LARGE;
+        if (b < group.landmarks) {
+            let sum = (sh_land[0][i] + sh_land[1][i]) + (sh_land[2][i] + sh_land[3][i]);
+            let dots = (sh_logit[0][i] + sh_logit[1][i]) + (sh_logit[2][i] + sh_logit[3][i]);
+            if (i < rows) {
+                land_scores[(i * params.nh + gh) * params.m + b] = sum[stripe] * params.scale;
+            }
+            if (is_folded) {
+                logit = dots[stripe] * params.scale - far_mz[far_mz_at(MZ_SHIFT, gh, b)];
+            }
+        }
+        workgroupBarrier();
+        sh_one[stripe * 64u + i] = logit;
+        workgroupBarrier();
+        if (i < rows && b < group.landmarks) {
+            let mu_before = far_mz[far_mz_at(MZ_MAX, gh, b)];
+            var mu = mu_before;
+            var mu_last = mu_before;
+            // Rows that fold nothing hold -LARGE.
+            for (var j = 0u; j < folds.end; j += 4u) {
+                let l0 = sh_one[stripe * 64u + j];
+                let l1 = sh_one[stripe * 64u + j + 1u];
+                let l2 = sh_one[stripe * 64u + j + 2u];
+                let l3 = sh_one[stripe * 64u + j + 3u];
+                mu_last = max(mu_last, max(max(l0, l1), max(l2, l3)));
+                mu = max(mu, max(
+                    max(select(-LARGE, l0, j <= i), select(-LARGE, l1, j + 1u <= i)),
+                    max(select(-LARGE, l2, j + 2u <= i), select(-LARGE, l3, j + 3u <= i)),
+                ));
+            }
+            let kept = rescale(mu_before, mu);
+            let mass_before = far_mz[far_mz_at(MZ_TOTAL, gh, b)] + far_mz[far_mz_at(MZ_RECENT, gh, b)];
+            var added = 0.0;
+            for (var j = folds.first; j < min(folds.end, i + 1u); j += 4u) {
+                let l0 = sh_one[stripe * 64u + j];
+                let l1 = sh_one[stripe * 64u + min(j + 1u, 63u)];
+                let l2 = sh_one[stripe * 64u + min(j + 2u, 63u)];
+                let l3 = sh_one[stripe * 64u + min(j + 3u, 63u)];
+                let end = min(folds.end, i + 1u);
+                added += exp_floored(l0 - mu)
+                    + select(0.0, exp_floored(min(l1 - mu, 0.0)), j + 1u < end)
+                    + select(0.0, exp_floored(min(l2 - mu, 0.0)), j + 2u < end)
+                    + select(0.0, exp_floored(min(l3 - mu, 0.0)), j + 3u < end);
+            }
+            far_rows[far_rows_at(S_LOGIT, gh, b, i)] = logit;
+            far_rows[far_rows_at(S_MAX, gh, b, i)] = mu;
+            far_rows[far_rows_at(S_RESCALE, gh, b, i)] = kept;
+            far_rows[far_rows_at(S_MASS, gh, b, i)] = mass_before * kept + added;
+            far_rows[far_rows_at(S_WEIGHT, gh, b, i)] = select(0.0, exp_floored(logit - mu_last), is_folded);
+        }
+    }
+}

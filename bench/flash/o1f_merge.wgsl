@@ -1,0 +1,291 @@
+// The far part of every row, and the output: the near parts, the far numerator, the rows folded so far,
+// over the denominator.
+//
+//   group_meta  [G][8] u32
+//   land_scores [kcap][nh][m]
+//   mix         [nh][m][m]
+//   far_rows    [5][nh][m][kcap]
+//   parts       [slots][kcap][nh][1 + dv] vec4   see flash_text.py
+//   t_hat       [nh][2][m][dv] vec4
+//   ring_v      [G][w + ns][dv] vec4
+//   out         [rows][nh][dv] vec4
+//
+// One workgroup ROWS rows of a query head and 32 vec4s of the value: first 32 lanes a row, a landmark or an
+// evicted row each, then a lane a vec4 of the value, four rows and every STRIPES-th term.
+
+//#include shared/params.wgsl
+//#include shared/group.wgsl
+//#include shared/far_planes.wgsl
+//#include shared/arithmetic.wgsl
+//#include shared/outer.wgsl
+
+@group(0) @binding(1) var<storage, read> group_meta: array<u32>;
+@group(0) @binding(2) var<storage, read> land_scores: array<f32>;
+@group(0) @binding(3) var<storage, read> mix: array<f32>;
+@group(0) @binding(4) var<storage, read> far_rows: array<f32>;
+@group(0) @binding(5) var<storage, read> parts: array<vec4<f32>>;
+@group(0) @binding(6) var<storage, read> t_hat: array<vec4<f32>>;
+@group(0) @binding(7) var<storage, read> ring_v: array<vec4<f32>>;
+@group(0) @binding(8) var<storage, read_write> out: array<vec4<f32>>;
+
+const RECT_FM: u32 = 1u;
+const ROWS: u32 = 8u;
+const MERGE_LANES: u32 = 256u;    // ROWS * 32
+const STRIPES: u32 = 4u;
+const SLOTS: u32 = 32u;           // most parts of a row
+const NOTHING: f32 = -1.0e38;
+
+var<workgroup> sh_e: array<array<f32, 64>, ROWS>;       // p_a, then exp(p_a - f), then the evicted rows' weights
+var<workgroup> sh_mu: array<array<f32, 64>, ROWS>;      // mu_b after the row, then gain_b Z_b
+var<workgroup> sh_gain: array<array<f32, 64>, ROWS>;    // gain_b, then that of the numerator
+var<workgroup> sh_part: array<array<f32, SLOTS>, ROWS>; // factor of a part
+var<workgroup> sh_sums: array<array<vec4<f32>, 128>, 4>;
+
+fn part_at(slot: u32, i: u32, gh: u32) -> u32 {
+    return ((slot * params.kcap + i) * params.nh + gh) * (1u + params.dv / 4u);
+}
+
+// Four rows' weights of the numerator of landmark b; zero past the last.
+fn gains_at(four: u32, b: u32) -> vec4<f32> {
+    let c = min(b, 63u);
+    return vec4<f32>(sh_gain[four][c], sh_gain[four + 1u][c], sh_gain[four + 2u][c], sh_gain[four + 3u][c]);
+}
+
+// Four rows' weights of the row that j folds; zero from `end` on.
+fn weights_at(four: u32, j: u32, end: u32) -> vec4<f32> {
+    let c = min(j, 63u);
+    let found = vec4<f32>(sh_e[four][c], sh_e[four + 1u][c], sh_e[four + 2u][c], sh_e[four + 3u][c]);
+    return select(vec4<f32>(0.0), found, j < end);
+}
+
+@compute @workgroup_size(MERGE_LANES)
+fn main(@builtin(workgroup_id) wid: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
+    let gh = wid.z;
+    let g = group_of(gh);
+    let group = load_group(g);
+    let landmarks = max(group.landmarks, 1u);
+    let rr = lane / 32u;
+    let l = lane % 32u;
+    let i = min(wid.y * ROWS + rr, params.k - 1u);
+    let row = i * params.nh + gh;
+    let folds = folds_of(group, i + 1u);
+    let far_len = group.far_len + (folds.end - folds.first);
+
+    // Which workgroups have a part of the row.
+    let hpg = max(params.hpg, 1u);
+    let tile_rows = max(params.splits, 1u);
+    let tiles = (hpg * params.k + tile_rows - 1u) / tile_rows;
+    let per_pair = max(params.panel, 1u);
+    let per = max(params.pieces, 1u);
+    let pair = g * tiles + (i * hpg + gh % hpg) / tile_rows;
+    let slots = min((pair * per_pair + per_pair - 1u) / per - pair * per_pair / per + 1u, SLOTS);
+
+    let b0 = min(l, landmarks - 1u);
+    let b1 = min(l + 32u, landmarks - 1u);
+    let used0 = l < landmarks;
+    let used1 = l + 32u < landmarks;
+    let mu0 = far_rows[far_rows_at(S_MAX, gh, b0, i)];
+    let mu1 = far_rows[far_rows_at(S_MAX, gh, b1, i)];
+    sh_e[rr][l] = select(-LARGE, land_scores[row * params.m + b0], used0);
+    sh_e[rr][l + 32u] = select(-LARGE, land_scores[row * params.m + b1], used1);
+    sh_mu[rr][l] = select(-LARGE, mu0, used0);
+    sh_mu[rr][l + 32u] = select(-LARGE, mu1, used1);
+    var near_max = NOTHING;
+    // Loads of a loop's turn do not wait for one another; a turn past the end repeats the last.
+    for (var slot = 0u; slot < slots; slot += 4u) {
+        let s = min(vec4<u32>(slot) + vec4<u32>(0u, 1u, 2u, 3u), vec4<u32>(slots - 1u));
+        near_max = max(near_max, max(
+            max(parts[part_at(s.x, i, gh)].x, parts[part_at(s.y, i, gh)].x),
+            max(parts[part_at(s.z, i, gh)].x, parts[part_at(s.w, i, gh)].x),
+        ));
+    }
+    workgroupBarrier();
+    var f = -LARGE;
+    var mu_max = -LARGE;
+    for (var a = 0u; a < landmarks; a += 4u) {
+        f = max(f, max(max(sh_e[rr][a], sh_e[rr][a + 1u]), max(sh_e[rr][a + 2u], sh_e[rr][a + 3u])));
+        mu_max = max(mu_max, max(max(sh_mu[rr][a], sh_mu[rr][a + 1u]), max(sh_mu[rr][a + 2u], sh_mu[rr][a + 3u])));
+    }
+    let p0 = sh_e[rr][l];
+    let p1 = sh_e[rr][l + 32u];
+    workgroupBarrier();
+    sh_e[rr][l] = select(0.0, exp_floored(p0 - f), used0);
+    sh_e[rr][l + 32u] = select(0.0, exp_floored(p1 - f), used1);
+    workgroupBarrier();
+    var u0 = 0.0;
+    var u1 = 0.0;
+    // Weights past the last landmark are zero.
+    for (var a = 0u; a < landmarks; a += 8u) {
+        let at = gh * params.m * params.m;
+        let r0 = min(vec4<u32>(a) + vec4<u32>(0u, 1u, 2u, 3u), vec4<u32>(landmarks - 1u)) * params.m + at;
+        let r1 = min(vec4<u32>(a) + vec4<u32>(4u, 5u, 6u, 7u), vec4<u32>(landmarks - 1u)) * params.m + at;
+        let e0 = vec4<f32>(sh_e[rr][a], sh_e[rr][a + 1u], sh_e[rr][a + 2u], sh_e[rr][a + 3u]);
+        let e1 = vec4<f32>(sh_e[rr][a + 4u], sh_e[rr][a + 5u], sh_e[rr][a + 6u], sh_e[rr][a + 7u]);
+        let m0 = vec4<f32>(mix[r0.x + b0], mix[r0.y + b0], mix[r0.z + b0], mix[r0.w + b0]);
+        let m1 = vec4<f32>(mix[r1.x + b0], mix[r1.y + b0], mix[r1.z + b0], mix[r1.w + b0]);
+        u0 += dot(e0, m0) + dot(e1, m1);
+        if (landmarks > 32u) {
+            let n0 = vec4<f32>(mix[r0.x + b1], mix[r0.y + b1], mix[r0.z + b1], mix[r0.w + b1]);
+            let n1 = vec4<f32>(mix[r1.x + b1], mix[r1.y + b1], mix[r1.z + b1], mix[r1.w + b1]);
+            u1 += dot(e0, n0) + dot(e1, n1);
+        }
+    }
+    if (params.rect == RECT_FM) {
+        u0 = max(u0, 0.0);
+        u1 = max(u1, 0.0);
+    }
+    let far_max = f + mu_max;
+    let gain0 = select(0.0, u0 * exp_floored(f + mu0 - far_max), used0 && far_len > 0u);
+    let gain1 = select(0.0, u1 * exp_floored(f + mu1 - far_max), used1 && far_len > 0u);
+    workgroupBarrier();
+    let mass0 = select(0.0, gain0 * far_rows[far_rows_at(S_MASS, gh, b0, i)], far_len > 0u);
+    let mass1 = select(0.0, gain1 * far_rows[far_rows_at(S_MASS, gh, b1, i)], far_len > 0u);
+    sh_gain[rr][l] = gain0;
+    sh_gain[rr][l + 32u] = gain1;
+    sh_e[rr][l] = mass0;
+    sh_e[rr][l + 32u] = mass1;
+    workgroupBarrier();
+    var far = 0.0;
+    for (var b = 0u; b < landmarks; b += 4u) {
+        far += (sh_e[rr][b] + sh_e[rr][b + 1u]) + (sh_e[rr][b + 2u] + sh_e[rr][b + 3u]);
+    }
+    let have = far_len > 0u && far >= 0.0;
+    let largest = select(near_max, max(near_max, far_max), have);
+    let far_factor = select(0.0, exp_floored(far_max - largest), have);
+    var mass = 0.0;
+    for (var slot = 0u; slot < slots; slot += 4u) {
+        let s = min(vec4<u32>(slot) + vec4<u32>(0u, 1u, 2u, 3u), vec4<u32>(slots - 1u));
+        let x = parts[part_at(s.x, i, gh)];
+        let y = parts[part_at(s.y, i, gh)];
+        let z = parts[part_at(s.z, i, gh)];
+        let w = parts[part_at(s.w, i, gh)];
+        mass += x.y * exp_floored(x.x - largest)
+            + select(0.0, y.y * exp_floored(y.x - largest), slot + 1u < slots)
+            + select(0.0, z.y * exp_floored(z.x - largest), slot + 2u < slots)
+            + select(0.0, w.y * exp_floored(w.x - largest), slot + 3u < slots);
+    }
+    let inverse = 1.0 / max(mass + select(0.0, far * far_factor, have), MIN_DENOMINATOR);
+    let scale = far_factor * inverse;
+    if (l < slots) {
+        sh_part[rr][l] = exp_floored(parts[part_at(l, i, gh)].x - largest) * inverse;
+    }
+    // Weights of the rows folded so far.
+    var weight0 = 0.0;
+    var weight1 = 0.0;
+    let j0 = l;
+    let j1 = l + 32u;
+    let sees0 = have && j0 >= folds.first && j0 < folds.end;
+    let sees1 = have && j1 >= folds.first && j1 < folds.end;
+    if (sees0 || sees1) {
+        let c0 = min(j0, params.kcap - 1u);
+        let c1 = min(j1, params.kcap - 1u);
+        for (var b = 0u; b < landmarks; b += 4u) {
+            let known = min(vec4<u32>(b) + vec4<u32>(0u, 1u, 2u, 3u), vec4<u32>(landmarks - 1u));
+            let at = (vec4<u32>(gh * params.m) + known) * params.kcap;
+            let gain = vec4<f32>(sh_gain[rr][b], sh_gain[rr][b + 1u], sh_gain[rr][b + 2u], sh_gain[rr][b + 3u]);
+            let mu = vec4<f32>(sh_mu[rr][known.x], sh_mu[rr][known.y], sh_mu[rr][known.z], sh_mu[rr][known.w]);
+            let x = vec4<f32>(
+                far_rows[at.x + c0], far_rows[at.y + c0], far_rows[at.z + c0], far_rows[at.w + c0],
+            ) - mu;
+            let y = vec4<f32>(
+                far_rows[at.x + c1], far_rows[at.y + c1], far_rows[at.z + c1], far_rows[at.w + c1],
+            ) - mu;
+            weight0 += select(0.0, dot(gain, vec4<f32>(
+                exp_floored(x.x), exp_floored(x.y), exp_floored(x.z), exp_floored(x.w))), sees0);
+            weight1 += select(0.0, dot(gain, vec4<f32>(
+                exp_floored(y.x), exp_floored(y.y), exp_floored(y.z), exp_floored(y.w))), sees1);
+        }
+    }
+    workgroupBarrier();
+    sh_e[rr][j0] = weight0 * scale;
+    sh_e[rr][j1] = weight1 * scale;
+    // A numerator of nothing may hold anything.
+    let old_field = group.far_len > 0u;
+    let old = have && old_field;
+    sh_gain[rr][l] = select(0.0, gain0 * far_rows[far_rows_at(S_RESCALE, gh, b0, i)] * scale, old);
+    sh_gain[rr][l + 32u] = select(0.0, gain1 * far_rows[far_rows_at(S_RESCALE, gh, b1, i)] * scale, old);
+    workgroupBarrier();
+
+    let dv4 = max(params.dv / 4u, 1u);
+    let t = min(wid.x * 32u + l, dv4 - 1u);
+    let four = rr % 2u * 4u;
+    let stripe = rr / 2u;
+    let rows = min(vec4<u32>(wid.y * ROWS + four) + vec4<u32>(0u, 1u, 2u, 3u), vec4<u32>(params.k - 1u));
+    var acc = mat4x4<f32>();
+    if (old_field) {
+        for (var b = stripe; b < group.landmarks; b += 4u * STRIPES) {
+            let b4 = vec4<u32>(b) + vec4<u32>(0u, 1u, 2u, 3u) * STRIPES;
+            let c = min(b4, vec4<u32>(group.landmarks - 1u));
+            let v0 = t_hat[t_hat_at(T_TOTAL, gh, c.x) + t] + t_hat[t_hat_at(T_RECENT, gh, c.x) + t];
+            let v1 = t_hat[t_hat_at(T_TOTAL, gh, c.y) + t] + t_hat[t_hat_at(T_RECENT, gh, c.y) + t];
+            let v2 = t_hat[t_hat_at(T_TOTAL, gh, c.z) + t] + t_hat[t_hat_at(T_RECENT, gh, c.z) + t];
+            let v3 = t_hat[t_hat_at(T_TOTAL, gh, c.w) + t] + t_hat[t_hat_at(T_RECENT, gh, c.w) + t];
+            acc = add_outer(acc, gains_at(four, b4.x), v0);
+            acc = add_outer(acc, gains_at(four, b4.y), v1);
+            acc = add_outer(acc, gains_at(four, b4.z), v2);
+            acc = add_outer(acc, gains_at(four, b4.w), v3);
+        }
+    }
+    let last = folds_of(group, rows.w + 1u);
+    for (var j = last.first + stripe; j < last.end; j += 4u * STRIPES) {
+        let j4 = vec4<u32>(j) + vec4<u32>(0u, 1u, 2u, 3u) * STRIPES;
+        let c = min(j4, vec4<u32>(last.end - 1u)) - vec4<u32>(last.first);
+        let v0 = ring_v[ring_row(group, g, c.x) * dv4 + t];
+        let v1 = ring_v[ring_row(group, g, c.y) * dv4 + t];
+        let v2 = ring_v[ring_row(group, g, c.z) * dv4 + t];
+        let v3 = ring_v[ring_row(group, g, c.w) * dv4 + t];
+        acc = add_outer(acc, weights_at(four, j4.x, last.end), v0);
+        acc = add_outer(acc, weights_at(four, j4.y, last.end), v1);
+        acc = add_outer(acc, weights_at(four, j4.z, last.end), v2);
+        acc = add_outer(acc, weights_at(four, j4.w, last.end), v3);
+    }
+    // Rows of four may lie in different tiles, with more or fewer parts.
+    let head = gh % hpg;
+    let pairs = vec4<u32>(g * tiles) + (rows * hpg + vec4<u32>(head)) / tile_rows;
+    let counts = min((pairs * per_pair + vec4<u32>(per_pair - 1u)) / per - pairs * per_pair / per + vec4<u32>(1u), vec4<u32>(SLOTS));
+    let most = max(max(counts.x, counts.y), max(counts.z, counts.w));
+    for (var slot = stripe; slot < most; slot += STRIPES) {
+        let used = vec4<u32>(slot) < counts;
+        let s = min(vec4<u32>(slot), counts - vec4<u32>(1u));
+        let at = ((s * params.kcap + rows) * params.nh + vec4<u32>(gh)) * (1u + dv4) + vec4<u32>(1u + t);
+        acc[0] += select(0.0, sh_part[four][slot], used.x) * parts[at.x];
+        acc[1] += select(0.0, sh_part[four + 1u][slot], used.y) * parts[at.y];
+        acc[2] += select(0.0, sh_part[four + 2u][slot], used.z) * parts[at.z];
+        acc[3] += select(0.0, sh_part[four + 3u][slot], used.w) * parts[at.w];
+    }
+    let place = lane % 128u;
+    if (stripe >= 2u) {
+        sh_sums[0][place] = acc[0];
+        sh_sums[1][place] = acc[1];
+        sh_sums[2][place] = acc[2];
+        sh_sums[3][place] = acc[3];
+    }
+    workgroupBarrier();
+    if (stripe < 2u) {
+        acc[0] += sh_sums[0][place];
+        acc[1] += sh_sums[1][place];
+        acc[2] += sh_sums[2][place];
+        acc[3] += sh_sums[3][place];
+    }
+    workgroupBarrier();
+    if (stripe == 1u) {
+        sh_sums[0][place] = acc[0];
+        sh_sums[1][place] = acc[1];
+        sh_sums[2][place] = acc[2];
+        sh_sums[3][place] = acc[3];
+    }
+    workgroupBarrier();
+    if (stripe == 0u && wid.x * 32u + l < dv4) {
+        let other = place + 64u;
+        acc[0] += sh_sums[0][other];
+        acc[1] += sh_sums[1][other];
+        acc[2] += sh_sums[2][other];
+        acc[3] += sh_sums[3][other];
+        let first = wid.y * ROWS + four;
+        for (var n = 0u; n < 4u; n++) {
+            if (first + n < params.k) {
+                out[((params.r0 + first + n) * params.nh + gh) * dv4 + t] = acc[n];
+            }
+        }
+    }
+}
