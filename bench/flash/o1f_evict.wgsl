@@ -7,8 +7,7 @@
 //   far_mz      [nh][4][m]
 //   q           [rows][nh][d] vec4
 //   k_tilde     [G][m][d] vec4
-//   far_rows    [5][nh][m][kcap], then [G][8]: what the commit must know of a group, see record_at
-//   land_scores [kcap][nh][m]
+//   far_rows    [5][nh][m][kcap], then record.wgsl
 //
 // One workgroup four landmarks of a query head, one lane a row.
 
@@ -25,7 +24,6 @@
 @group(0) @binding(5) var<storage, read> q: array<vec4<f32>>;
 @group(0) @binding(6) var<storage, read> k_tilde: array<vec4<f32>>;
 @group(0) @binding(7) var<storage, read_write> far_rows: array<f32>;
-@group(0) @binding(8) var<storage, read_write> land_scores: array<f32>;
 
 const EVICT_LANES: u32 = 256u;    // 64 rows, 4 stripes of the width
 
@@ -68,19 +66,34 @@ fn main(@builtin(workgroup_id) wid: vec3<u32>, @builtin(local_invocation_index) 
         let query = ((params.r0 + min(i, rows - 1u)) * params.nh + gh) * d4;
         var land = vec4<f32>(0.0);
         var evicted = vec4<f32>(0.0);
-        for (var e = stripe; e < d4; e += 4u) {
-            let x = q[query + e];
-            land += vec4<f32>(
-                dot(k_tilde[to_key.x + e], x), dot(k_tilde[to_key.y + e], x),
-                dot(k_tilde[to_key.z + e], x), dot(k_tilde[to_key.w + e], x),
-            );
-            if (is_folded) {
-                let y = ring_k[key + e];
-                evicted += vec4<f32>(
-                    dot(q_tilde[to_query.x + e], y), dot(q_tilde[to_query.y + e], y),
-                    dot(q_tilde[to_query.z + e], y), dot(q_tilde[to_query.w + e], y),
-                );
-            }
+        // Two steps of the width at a time, so that their loads do not wait for one another.
+        for (var e = stripe; e < d4; e += 8u) {
+            let more = e + 4u < d4;
+            let e1 = select(e, e + 4u, more);
+            let x0 = q[query + e];
+            let x1 = select(vec4<f32>(0.0), q[query + e1], more);
+            let k0 = k_tilde[to_key.x + e];
+            let k1 = k_tilde[to_key.y + e];
+            let k2 = k_tilde[to_key.z + e];
+            let k3 = k_tilde[to_key.w + e];
+            let k4 = k_tilde[to_key.x + e1];
+            let k5 = k_tilde[to_key.y + e1];
+            let k6 = k_tilde[to_key.z + e1];
+            let k7 = k_tilde[to_key.w + e1];
+            let y0 = ring_k[key + e];
+            let y1 = select(vec4<f32>(0.0), ring_k[key + e1], more);
+            let l0 = q_tilde[to_query.x + e];
+            let l1 = q_tilde[to_query.y + e];
+            let l2 = q_tilde[to_query.z + e];
+            let l3 = q_tilde[to_query.w + e];
+            let l4 = q_tilde[to_query.x + e1];
+            let l5 = q_tilde[to_query.y + e1];
+            let l6 = q_tilde[to_query.z + e1];
+            let l7 = q_tilde[to_query.w + e1];
+            land += vec4<f32>(dot(k0, x0), dot(k1, x0), dot(k2, x0), dot(k3, x0))
+                + vec4<f32>(dot(k4, x1), dot(k5, x1), dot(k6, x1), dot(k7, x1));
+            evicted += vec4<f32>(dot(l0, y0), dot(l1, y0), dot(l2, y0), dot(l3, y0))
+                + vec4<f32>(dot(l4, y1), dot(l5, y1), dot(l6, y1), dot(l7, y1));
         }
         sh_land[stripe][i] = land;
         sh_logit[stripe][i] = evicted;
@@ -92,7 +105,7 @@ fn main(@builtin(workgroup_id) wid: vec3<u32>, @builtin(local_invocation_index) 
             let sum = (sh_land[0][i] + sh_land[1][i]) + (sh_land[2][i] + sh_land[3][i]);
             let dots = (sh_logit[0][i] + sh_logit[1][i]) + (sh_logit[2][i] + sh_logit[3][i]);
             if (i < rows) {
-                land_scores[(i * params.nh + gh) * params.m + b] = sum[stripe] * params.scale;
+                far_rows[land_at(i, gh, b)] = sum[stripe] * params.scale;
             }
             if (is_folded) {
                 logit = dots[stripe] * params.scale - far_mz[far_mz_at(MZ_SHIFT, gh, b)];

@@ -26,15 +26,17 @@ from token_path import PROBE, PROBE_FLOP, PROBE_GROUPS  # noqa: E402
 Params = dict[str, int | float]
 Grid = tuple[int, int, int]
 BINDINGS = {
-    "o1f_evict": "group_meta ring_k q_tilde far_mz q k_tilde far_rows! land_scores!",
-    "o1f_near": "group_meta q ring_k ring_v k_rows v_rows parts!",
-    "o1f_merge": "group_meta land_scores mix far_rows parts t_hat ring_v out!",
+    "o1f_evict": "group_meta ring_k q_tilde far_mz q k_tilde far_rows!",
+    "o1f_far": "group_meta mix far_rows far_out!",
+    "o1f_near": "group_meta q ring_k ring_v k_rows v_rows parts! far_rows",
+    "o1f_merge": "group_meta far_out parts t_hat ring_v out!",
     "o1f_commit": "group_meta! k_rows v_rows far_rows ring_k! ring_v! far_mz! t_hat!",
 }
-OWN = ("far_rows", "land_scores")
+OWN = ("far_rows", "far_out")
 """Scratch that may be each layer's own, so that the near part need not wait for the evictions."""
 MOST_SLOTS = 32
 RECORD_WORDS = 8
+FAR_WORDS = 132
 
 
 _PIPELINES: dict[tuple[int, str, Shape | None], tuple[Any, Any]] = {}
@@ -121,8 +123,10 @@ class Bench:
         }
         s = self.sizes
         scratch = {
-            "far_rows": PLANES["far_rows"].nbytes(s) + 4 * RECORD_WORDS * s.ng,
-            "land_scores": PLANES["land_scores"].nbytes(s),
+            "far_rows": (
+                PLANES["far_rows"].nbytes(s) + 4 * RECORD_WORDS * s.ng + PLANES["land_scores"].nbytes(s)
+            ),
+            "far_out": 4 * FAR_WORDS * s.kcap * s.nh,
             "parts": 4 * slots * s.kcap * s.nh * (s.dv + 4),
             "out": PLANES["out"].nbytes(s),
         }
@@ -178,6 +182,7 @@ class Bench:
             p |= {"panel": cut.per_pair, "pieces": cut.per, "splits": shape.rows}
             grids: dict[str, Grid] = {
                 "o1f_evict": (-(-self.sizes.m // 4), self.sizes.nh, 1),
+                "o1f_far": (-(-k // 8), self.sizes.nh, 1),
                 "o1f_near": (cut.workgroups, dv_tiles, 1),
                 "o1f_merge": (dv_tiles, -(-k // 8), self.sizes.nh),
                 "o1f_commit": (-(-max(self.sizes.d, self.sizes.dv) // 8), self.sizes.ng, 1),

@@ -11,3 +11,9 @@ const RE_FLUSH: u32 = 6u;
 fn record_at(g: u32, word: u32) -> u32 {
     return 5u * params.nh * params.m * params.kcap + g * 8u + word;
 }
+
+// Landmark logits [kcap][nh][m] behind the records: in the same plane, so that one binding of it in the near
+// part is enough for wgpu to let the far part run beside that.
+fn land_at(i: u32, gh: u32, a: u32) -> u32 {
+    return record_at(params.ng, 0u) + (i * params.nh + gh) * params.m + a;
+}

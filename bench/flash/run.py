@@ -65,7 +65,8 @@ SHAPES = (
     Shape(64, 128, 16, buffers=2),
     Shape(128, 128, 16, buffers=2),
 )
-EVICT, NEAR, MERGE, COMMIT = KERNELS = ("o1f_evict", "o1f_near", "o1f_merge", "o1f_commit")
+KERNELS = ("o1f_evict", "o1f_far", "o1f_near", "o1f_merge", "o1f_commit")
+EVICT, FAR, NEAR, MERGE, COMMIT = KERNELS
 FAR_ROWS = 3000
 SHARED_BYTES = 49_152
 """Shared memory to ask for where an adapter has it."""
@@ -263,11 +264,13 @@ def main() -> None:
 
         timed("chunk", KERNELS, False)
         timed("chunk, own scratch", KERNELS, True)
-        timed("near first, own scratch", (NEAR, EVICT, MERGE, COMMIT), True)
+        timed("near first, own scratch", (NEAR, EVICT, FAR, MERGE, COMMIT), True)
         timed("near merge commit", (NEAR, MERGE, COMMIT), False)
         timed("near merge", (NEAR, MERGE), False)
-        timed("evict near merge", KERNELS[:3], False)
-        for kernel in (EVICT, MERGE, COMMIT):
+        timed("evict far near merge", KERNELS[:4], False)
+        timed("evict far near", KERNELS[:3], False)
+        timed("near before far, own scratch", (EVICT, NEAR, FAR, MERGE, COMMIT), True)
+        for kernel in (EVICT, FAR, MERGE, COMMIT):
             timed(f"{kernel.removeprefix('o1f_')} alone", (kernel,), False)
         steps = bench.shipped("gemm")
         report(rows, "shipped", "gemm", 0, bench.time(steps, False, args.passes, args.warm))
