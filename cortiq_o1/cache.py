@@ -79,6 +79,18 @@ class Cache:
         return self._device
 
     @property
+    def rows(self) -> int:
+        """Rows of the stream so far, committed ones only, which is the next row's position; 0 without layers.
+
+        Read it before the first layer of a pass attends. Raises `StateError` where the layers have not all
+        seen as many, as in the middle of a pass, or after one that failed.
+        """
+        found = {index: layer.rows for index, layer in self._layers.items()}
+        if len(set(found.values())) > 1:
+            raise StateError(f"rows: layers have seen different numbers of rows: {found}")
+        return next(iter(found.values()), 0)
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the layers hold: states, archives, drafts, rows of layers that have yet to seal."""
         return sum(layer.nbytes for layer in self._layers.values())

@@ -143,7 +143,8 @@ class Layer:
             q: queries `(rows, nh, d)`, not scaled; anything NumPy can view, converted to float32.
             k: keys `(rows, G, d)`.
             v: values `(rows, G, dv)`.
-            commit: whether the state moves over the rows. If not, the layer keeps them for `commit`.
+            commit: whether the state moves over the rows; all drafts are forgotten then. If not, the layer
+                keeps them for `commit`.
             draft: the name under which rows that are not committed are kept. A draft of that name is
                 replaced, others stay: several continuations of one state, of which `commit` takes one.
 
@@ -155,7 +156,7 @@ class Layer:
             DeviceError: the device failed; names adapter and kernel or step.
         """
         commit = _as_bool("commit", commit)
-        draft = _as_draft(draft)
+        draft = _as_draft(draft, commit)
         rows = check_rows(q, k, v, self._geometry)
         count = len(rows[1])
         if count == 0:
@@ -239,8 +240,11 @@ class Layer:
         """What the engine is to commit, and what to call once it has."""
         draft = _as_draft(draft)
         if draft not in self._drafts:
-            which = f" of draft {draft!r}" if draft else ""
-            raise StateError(f"commit: no uncommitted rows{which}; call attend(..., commit=False) first")
+            which = f" of draft {draft!r}" if draft or self._drafts else ""
+            there = f"; there are {self._drafts}" if self._drafts else ""
+            raise StateError(
+                f"commit: no uncommitted rows{which}{there}; call attend(..., commit=False) first"
+            )
         rows = as_index("rows", rows, 0, self._drafts[draft])
         held = self._held
         finish: Callable[[], None] = _nothing
@@ -412,9 +416,9 @@ class Layer:
                 f"{self._geometry.exact_rows}; use attend"
             )
         commit = _as_bool("commit", commit)
-        draft = _as_draft(draft)
+        draft = _as_draft(draft, commit)
         rows = as_index("rows", rows, 1)
-        if any(out_buffer is other for other in (q_buffer, k_buffer, v_buffer)):
+        if out_buffer is not None and any(out_buffer is x for x in (q_buffer, k_buffer, v_buffer)):
             raise ArgumentError("out_buffer: the same buffer as an input, expected one of its own")
         log = self._log(True) if commit else None
         buffers = (q_buffer, k_buffer, v_buffer, out_buffer)
@@ -435,9 +439,11 @@ def _as_bool(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def _as_draft(value: Any) -> str:
+def _as_draft(value: Any, commit: bool = False) -> str:
     if not isinstance(value, str):
         raise ArgumentTypeError(f"draft: {value!r}, expected a string")
+    if value and commit:
+        raise ArgumentError(f"draft: {value!r} of a committed call, expected commit=False with it")
     if value == CROSSING:
         raise ArgumentError(f"draft: {value!r}, a name that the layer keeps for itself")
     return value

@@ -146,7 +146,7 @@ def check_fits(snapshot: Any, geometry: Geometry, epoch: str | None, line: objec
     if snapshot.epoch != epoch and not (held is not None and held.line is line):
         raise StateError(
             f"{what}: of epoch {_told(snapshot.epoch)}, the layer is of {_told(epoch)}; landmarks are not in "
-            "a snapshot, so load the state that it was taken from"
+            "a snapshot, so load the state that it was taken from (into a cache after `del cache[i]`)"
         )
     return snapshot
 

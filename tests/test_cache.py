@@ -241,3 +241,16 @@ def test_a_restore_that_one_layer_has_no_memory_for_changes_none(
         assert_same_state(cache[index].state(), state)
     cache.restore(snapshot)
     assert [cache[i].rows for i in cache] == [layer.rows for layer in snapshot.values()]
+
+
+def test_rows_are_the_next_position(device: o1.Device, rng: np.random.Generator) -> None:
+    cache = o1.Cache(device)
+    assert cache.rows == 0
+    state = sealed(rng)
+    cache[0], cache[1] = state, state
+    assert cache.rows == state.rows
+    cache[0].attend(*random_rows(rng, 2, ODD))
+    with pytest.raises(o1.StateError, match=f"rows: .*{state.rows + 2}, 1: {state.rows}"):
+        _ = cache.rows
+    cache[1].attend(*random_rows(rng, 2, ODD))
+    assert cache.rows == state.rows + 2

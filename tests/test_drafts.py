@@ -137,7 +137,7 @@ def test_a_refused_call_keeps_all_drafts(device: o1.Device, rng: np.random.Gener
     q, k, v = branches["x"]
     for commit in (True, False):
         with pytest.raises(o1.ArgumentError, match=r"^k: shape"):
-            layer.attend(q, k[:, :1], v, commit=commit, draft="x")
+            layer.attend(q, k[:, :1], v, commit=commit, draft="" if commit else "x")
     refusals: list[tuple[Any, Any, type[Exception], str]] = [
         (1, "z", o1.StateError, "no uncommitted rows of draft 'z'"),
         (4, "x", o1.ArgumentError, "rows: 4, expected 0 to 3"),
@@ -244,3 +244,16 @@ def test_a_failed_draft_is_gone_and_the_others_stay(
         layer.commit(11, "y")
         other.attend(*part(rows, slice(11)))
         assert_same_state(layer.state(), other.state())
+
+
+def test_names_that_are_wrong_are_told(device: o1.Device, rng: np.random.Generator) -> None:
+    layer = device.load(sealed(rng))
+    rows = random_rows(rng, 2, ODD)
+    layer.attend(*rows, commit=False, draft="left")
+    with pytest.raises(o1.StateError, match=r"no uncommitted rows of draft 'right'; there are \{'left': 2\}"):
+        layer.commit(1, "right")
+    with pytest.raises(o1.StateError, match=r"no uncommitted rows of draft ''; there are \{'left': 2\}"):
+        layer.commit(1)
+    with pytest.raises(o1.ArgumentError, match="draft: 'left' of a committed call, expected commit=False"):
+        layer.attend(*rows, draft="left")
+    assert layer.drafts == {"left": 2}
