@@ -71,6 +71,13 @@ def as_number(name: str, value: Any) -> float:
     raise ArgumentTypeError(f"{name}: {value!r}, expected a number")
 
 
+def as_bool(name: str, value: Any) -> bool:
+    """`value` as a bool; raises `ArgumentTypeError` for anything but Python's and NumPy's."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ArgumentTypeError(f"{name}: {value!r}, expected a bool")
+    return bool(value)
+
+
 def as_index(name: str, value: Any, low: int, high: int | None = None) -> int:
     """`value` as an int within `low..high`; bool and anything without `__index__` is refused."""
     if isinstance(value, (bool, np.bool_)):

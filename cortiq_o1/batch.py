@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Float32, Rows, as_float32, as_index
+from .arrays import Float32, Rows, as_bool, as_float32, as_index
 from .device import Device
 from .engine import Accepted, Engine
 from .errors import ArgumentError, ArgumentTypeError, GeometryError, StateError
@@ -120,8 +120,7 @@ class Batch:
             stream, rows = self._stream_of(sequence), sequence.rows
         elif isinstance(sequence, LayerState):
             self._check_state(sequence, "sequence")
-            resident = self._engine.upload(sequence.geometry, sequence.planes)
-            stream, rows = SealedStream.of(self._engine, sequence, resident), sequence.rows
+            stream, rows = SealedStream.of(self._engine, sequence), sequence.rows
         else:
             raise ArgumentTypeError(f"sequence: {type(sequence).__name__}, expected a LayerState or a Layer")
         shard = self._shard_with_room()
@@ -139,7 +138,7 @@ class Batch:
         Rows that are waiting for `commit` are forgotten. Raises `ArgumentError` where there is no such
         sequence.
         """
-        index = as_index("index", index, 0, len(self._members) - 1)
+        index = self._index(index)
         member = self._members[index]
         shard = member.shard
         alone = self._engine.take(shard.resident, self._geometry, member.place)
@@ -157,7 +156,7 @@ class Batch:
 
     def state(self, index: int) -> LayerState:
         """The state of sequence `index` on the host."""
-        index = as_index("index", index, 0, len(self._members) - 1)
+        index = self._index(index)
         member = self._members[index]
         alone = self._engine.take(member.shard.resident, self._geometry, member.place)
         planes = self._engine.read(alone)
@@ -179,15 +178,14 @@ class Batch:
             ArgumentError, ArgumentTypeError: wrong shapes, types or values; nothing has changed.
             DeviceError: the device failed.
         """
-        if not isinstance(commit, (bool, np.bool_)):
-            raise ArgumentTypeError(f"commit: {commit!r}, expected a bool")
+        commit = as_bool("commit", commit)
         rows = self._checked(q, k, v)
         batch, count = rows[0].shape[:2]
         assert self._geometry.value_dim is not None
         out = np.empty((batch, count, self._geometry.num_heads, self._geometry.value_dim), np.float32)
         if count:
             try:
-                self._run_all(rows, out, bool(commit))
+                self._run_all(rows, out, commit)
             except BaseException:
                 self._pending = None  # the engine may have put these rows in the place of those
                 raise
@@ -222,7 +220,8 @@ class Batch:
     def _accepted(self, rows: int | Sequence[int]) -> list[int]:
         assert self._pending is not None
         most = self._pending[0].shape[1]
-        if isinstance(rows, (str, bytes)) or not hasattr(rows, "__len__"):
+        listed = isinstance(rows, Sequence) and not isinstance(rows, (str, bytes, bytearray))
+        if not listed and not (isinstance(rows, np.ndarray) and rows.ndim):
             return [as_index("rows", rows, 0, most)] * len(self)
         each = list(rows)  # type: ignore[arg-type]
         if len(each) != len(self):
@@ -268,6 +267,11 @@ class Batch:
         found = self._engine.attend(shard.resident, q, k, v, commit)
         split = found.reshape(len(found), shard.count, self._geometry.num_heads, -1)
         out[order] = split.swapaxes(0, 1)
+
+    def _index(self, index: int) -> int:
+        if not self._members:
+            raise ArgumentError(f"index: {index!r}, the batch is empty")
+        return as_index("index", index, 0, len(self._members) - 1)
 
     def _moved(self, rows: Sequence[int]) -> None:
         for member, count in zip(self._members, rows, strict=True):

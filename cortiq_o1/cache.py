@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from .arrays import as_index
 from .capture import Capture, LayerLogs, check_idle
@@ -17,16 +19,24 @@ from .planes import SUB_ROWS
 from .snapshots import Snapshot
 from .state import Fold, LayerState
 
+_T = TypeVar("_T")
+
 DEFAULT_ARCHIVE = 256
 """Evicted rows that a layer keeps for its renewal unless told otherwise."""
+MAX_ARCHIVE = 1 << 24
+"""Most that it can keep; what a device has room for is mostly less."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CacheSnapshot(Mapping[int, Snapshot]):
     """Snapshots of all layers of a cache at one moment, by layer index."""
 
     name: str
     layers: Mapping[int, Snapshot]
+
+    # A mapping would compare its entries, which are themselves moments and not values.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     @property
     def nbytes(self) -> int:
@@ -34,7 +44,10 @@ class CacheSnapshot(Mapping[int, Snapshot]):
         return sum(snapshot.nbytes for snapshot in self.layers.values())
 
     def __getitem__(self, index: int) -> Snapshot:
-        return self.layers[index]
+        return _entry(self.layers, index, "snapshot")
+
+    def __contains__(self, index: object) -> bool:
+        return index in self.layers
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.layers)
@@ -55,7 +68,7 @@ class Cache:
             before the first `attend` after so many rows since its seal or its last renewal, provided
             that no draft is waiting and that every group has archived enough rows.
         archive: rows that each layer's archive holds, of evicted keys and values and of the queries that
-            came as they left; at least 64. Without `reseal_every` there is no archive.
+            came as they left; 64 to 2^24. Without `reseal_every` there is no archive.
 
     Raises:
         ArgumentError, ArgumentTypeError: a number that is not one of these.
@@ -68,7 +81,8 @@ class Cache:
             raise ArgumentTypeError(f"device: {type(device).__name__}, expected a Device of open_device")
         self._device = device
         self._reseal_every = None if reseal_every is None else as_index("reseal_every", reseal_every, 1)
-        self._archive = as_index("archive", archive, SUB_ROWS) if reseal_every is not None else 0
+        archive = as_index("archive", archive, SUB_ROWS, MAX_ARCHIVE)
+        self._archive = archive if reseal_every is not None else 0
         self._layers: dict[int, Layer] = {}
         self._made_from: dict[int, str] = {}
         self._capture: Capture | None = None
@@ -108,17 +122,15 @@ class Cache:
         return index in self._layers
 
     def __getitem__(self, index: int) -> Layer:
-        try:
-            return self._layers[index]
-        except KeyError:
-            raise KeyError(f"layer {index!r}: not in the cache, which has {sorted(self._layers)}") from None
+        return _entry(self._layers, index, "cache")
 
     def __setitem__(self, index: int, state: LayerState) -> None:
         """Loads a state as layer `index`, in the place of one that is there.
 
         The state that the layer there was made from is nothing new, however far the layer has moved since:
-        it stays as it is, so that a loop may assign what it has on every step. Any other state, a new seal
-        above all, is uploaded. To go back to a state use `Layer.restore`, or `del cache[index]` first.
+        it stays as it is, drafts included, so that a loop may assign what it has on every step. Any other
+        state, a new seal above all, is uploaded. To go back to a state use `Layer.restore`, or
+        `del cache[index]` first.
 
         Raises what `Device.load` raises; the layer that was there then still is.
         """
@@ -178,7 +190,7 @@ class Cache:
         for index, layer in self._layers.items():
             try:
                 entries, finish = layer._accepting(rows, draft)
-            except (StateError, ArgumentError) as error:
+            except (StateError, ArgumentError, ArgumentTypeError) as error:
                 raise type(error)(f"layer {index}: {error}") from None
             accepted += entries
             finishes.append(finish)
@@ -188,6 +200,8 @@ class Cache:
 
     def snapshot(self, name: str = "") -> CacheSnapshot:
         """All layers as they are now, see `Layer.snapshot`."""
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"name: {name!r}, expected a string")
         return CacheSnapshot(name, {index: layer.snapshot(name) for index, layer in self._layers.items()})
 
     def restore(self, snapshot: CacheSnapshot) -> None:
@@ -203,13 +217,18 @@ class Cache:
             raise StateError(
                 f"snapshot {snapshot.name!r}: of layers {sorted(snapshot)}, expected {sorted(self._layers)}"
             )
+        self._each(Layer._check, snapshot)
+        for finish in self._each(Layer._restoring, snapshot):
+            finish()
+
+    def _each(self, step: Callable[[Layer, Snapshot], _T], snapshot: CacheSnapshot) -> list[_T]:
+        found = []
         for index, layer in self._layers.items():
             try:
-                layer._check(snapshot[index])
+                found.append(step(layer, snapshot[index]))
             except StateError as error:
                 raise StateError(f"layer {index}: {error}") from None
-        for finish in [layer._restoring(snapshot[index]) for index, layer in self._layers.items()]:
-            finish()
+        return found
 
     def capture(
         self, layers: Iterable[int] | None = None, queries: bool = True, rows: bool = True
@@ -218,11 +237,13 @@ class Cache:
         `capture.take()`.
 
         Args:
-            layers: of which layers; all if None.
+            layers: of which layers, those that are put into the cache later too; all if None.
             queries: whether layers that have yet to seal themselves keep their queries.
             rows: whether sealed layers keep queries, keys and values.
 
-        Raises `StateError`, on entry, where a capture is at work on this cache already.
+        Raises:
+            ArgumentError, ArgumentTypeError: `layers` is no list of layers' indices, or a flag no bool.
+            StateError: on entry, where a capture is at work on this cache already.
         """
         return Capture(self, self._device.engine, layers, queries, rows)
 
@@ -233,3 +254,13 @@ class Cache:
     def _end(self, capture: Capture) -> None:
         if self._capture is capture:
             self._capture = None
+
+
+def _entry(layers: Mapping[int, _T], index: object, where: str) -> _T:
+    """`layers[index]`; what can be no index is missing like any other, as in a `dict`."""
+    if not isinstance(index, (bool, np.bool_)):
+        try:
+            return layers[index]  # type: ignore[index]
+        except (KeyError, TypeError):
+            pass
+    raise KeyError(f"layer {index!r}: not in the {where}, which has {sorted(layers)}")

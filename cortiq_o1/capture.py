@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .arrays import Float32, as_index
+from .arrays import Float32, as_bool, as_index
 from .errors import ArgumentTypeError, StateError
 from .geometry import Geometry
 
@@ -34,7 +34,8 @@ class Capture:
 
     Rows pass when they are committed: those of an `attend` at once, those of a draft with `commit`, as many
     as it accepts. They are copied on the device in the submission that moves the state over them, so
-    nothing waits for them until `take`.
+    nothing waits for them until `take`. The block may be entered again; rows that pass between two entries
+    are not kept, so what comes after them is a run of its own.
     """
 
     def __init__(
@@ -43,13 +44,16 @@ class Capture:
         self._cache = cache
         self._engine = engine
         self._layers = None if layers is None else _indices(layers)
-        self._queries = queries
-        self._rows = rows
-        # One run of rows after another; a layer begins a new one where its stream does not go on.
-        self._runs: dict[tuple[int, object, bool], Any] = {}
+        self._queries = as_bool("queries", queries)
+        self._rows = as_bool("rows", rows)
+        self._entry = 0
+        # One run of rows after another; a layer begins a new one where its stream does not go on, all do
+        # where the block is entered again.
+        self._runs: dict[tuple[int, int, object, bool], Any] = {}
 
     def __enter__(self) -> Capture:
         self._cache._begin(self)
+        self._entry += 1
         return self
 
     def __exit__(
@@ -61,20 +65,25 @@ class Capture:
         self._cache._end(self)
 
     def wants_q(self, layer: int) -> bool:
-        """Whether the queries of a layer are kept because it has yet to seal itself."""
+        """Whether the queries of a layer are kept because it has yet to seal itself.
+
+        Raises `ArgumentError` or `ArgumentTypeError` where `layer` is no layer's index.
+        """
+        layer = as_index("layer", layer, 0)
         return self._queries and self._wants(layer) and layer in self._cache and not self._cache[layer].sealed
 
     def take(self) -> list[Captured]:
         """What has passed since the last call, all rows of a layer joined, and forgets it.
 
         Layers come in the order in which their first rows did. A layer comes more than once where its rows
-        are not of one kind or one stream: if it sealed itself on the way (its queries from before the seal
-        first), was restored or replaced. Works after the `with` block too.
+        are not of one kind or do not follow each other: if it sealed itself on the way (its queries from
+        before the seal first), was restored or replaced, or if the block was left and entered again; the
+        last of them is the newest. Works after the `with` block too.
 
         Raises `DeviceError` where the device fails; nothing is forgotten then.
         """
         found = []
-        for (layer, _, _), log in self._runs.items():
+        for (layer, *_), log in self._runs.items():
             if log.rows:
                 q, *more = self._engine.read_log(log)
                 k, v = more if more else (None, None)
@@ -94,7 +103,7 @@ class Capture:
         """Where a layer's rows go, None if they are not wanted."""
         if not self._wants(layer) or not (self._rows if sealed else self._queries):
             return None
-        key = (layer, stretch, sealed)
+        key = (layer, self._entry, stretch, sealed)
         if key not in self._runs:
             parts = ("q", "k", "v") if sealed else ("q",)
             self._runs[key] = self._engine.new_log(geometry, parts)
@@ -125,10 +134,9 @@ class LayerLogs:
 
 
 def _indices(layers: Iterable[int]) -> frozenset[int]:
-    try:
-        given = list(layers)
-    except TypeError:
-        raise ArgumentTypeError(f"layers: {layers!r}, expected a list of integers") from None
+    if isinstance(layers, (str, bytes, bytearray, Mapping)) or not isinstance(layers, Iterable):
+        raise ArgumentTypeError(f"layers: {layers!r}, expected a list of integers")
+    given = list(layers)
     return frozenset(as_index("layers", i, 0) for i in given)
 
 

@@ -22,11 +22,10 @@ CROSSING = "\0crossing"
 
 @dataclass
 class Draft:
-    """Rows of an uncommitted call: copies of those before the seal, how many come after it, and the sealed
-    stream that has those as its draft."""
+    """Rows of an uncommitted call: copies of those before the seal, and the sealed stream that has those
+    after it as its draft."""
 
     before: Rows
-    after: int = 0
     sealed: SealedStream | None = None
 
 
@@ -124,10 +123,8 @@ class ExactStream:
         parts = []
         if len(tail[1]):
             state = sealed_state(*self.history.rows(more=head), self.geometry, self.options)
-            after = self.engine.upload(state.geometry, state.planes, self.archive)
-            parts.append(self.engine.attend(after, *tail, False))
-            draft.after = len(tail[1])
-            draft.sealed = SealedStream.of(self.engine, state, after, self.archive)
+            draft.sealed = SealedStream.of(self.engine, state, self.archive)
+            parts.append(self.engine.attend(draft.sealed.resident, *tail, False))
         if len(head[1]):
             parts.insert(0, self.engine.attend(self.resident, *head, False, name))
         self.drafts[name] = draft

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from .arrays import Float32, Rows, as_index
+from .arrays import Float32, Rows, as_bool, as_index
 from .engine import Accepted, Engine
 from .errors import ArgumentError, ArgumentTypeError, DeviceError, StateError
 from .exact_stream import CROSSING, ExactStream
@@ -62,9 +62,7 @@ class Layer:
         engine: Engine = device.engine
         held: SealedStream | ExactStream
         if state.sealed:
-            held = SealedStream.of(
-                engine, state, engine.upload(state.geometry, state.planes, archive), archive
-            )
+            held = SealedStream.of(engine, state, archive)
         else:
             held = ExactStream.start(engine, state, archive)
         return cls(device, held, state.rows, reseal_every)
@@ -155,15 +153,14 @@ class Layer:
             ArgumentError, ArgumentTypeError: wrong shapes, types or values; nothing has changed.
             DeviceError: the device failed; names adapter and kernel or step.
         """
-        commit = _as_bool("commit", commit)
+        commit = as_bool("commit", commit)
         draft = _as_draft(draft, commit)
         rows = check_rows(q, k, v, self._geometry)
         count = len(rows[1])
         if count == 0:
             out = np.zeros((0, self._geometry.num_heads, self._geometry.value_dim or 0), np.float32)
             if commit:
-                self._engine.forget(self._held.resident)
-                self._drafts.clear()
+                self._forget_all()
             else:
                 self._forget(draft)
                 self._drafts[draft] = 0
@@ -211,6 +208,12 @@ class Layer:
         self._drafts.pop(draft, None)
         if isinstance(self._held, ExactStream):
             self._held.forget(draft)
+
+    def _forget_all(self) -> None:
+        self._engine.forget(self._held.resident)
+        self._drafts.clear()
+        if isinstance(self._held, ExactStream):
+            self._held.drafts.clear()
 
     def _log(self, sealed: bool) -> Any:
         return None if self._logs is None else self._logs.log(sealed)
@@ -327,7 +330,8 @@ class Layer:
             q: queries `(T, nh, d)` of the newest rows of the stream, as `Cache.capture` hands them out.
             k: keys `(T, G, d)` of the same rows; those still in a group's window are not folded.
             v: values `(T, G, dv)`.
-            evicted: `k` and `v` are rows that have left the window, oldest first, all of which are folded.
+            evicted: `k` and `v` are rows that have left every group's window, oldest first, all of which
+                are folded.
 
         Without arguments the rows are those of the layer's own archive, see `Cache(reseal_every=...)`.
 
@@ -336,7 +340,7 @@ class Layer:
             ArgumentError, ArgumentTypeError: wrong shapes, types or values, or too few rows; the last row
                 is not the stream's newest. Nothing has changed.
         """
-        evicted = _as_bool("evicted", evicted)
+        evicted = as_bool("evicted", evicted)
         held = self._held
         if not isinstance(held, SealedStream):
             raise StateError(
@@ -415,7 +419,7 @@ class Layer:
                 f"encode: the layer has {self._rows} rows and seals itself after "
                 f"{self._geometry.exact_rows}; use attend"
             )
-        commit = _as_bool("commit", commit)
+        commit = as_bool("commit", commit)
         draft = _as_draft(draft, commit)
         rows = as_index("rows", rows, 1)
         if out_buffer is not None and any(out_buffer is x for x in (q_buffer, k_buffer, v_buffer)):
@@ -431,12 +435,6 @@ class Layer:
 
 def _nothing() -> None:
     """What there is to do after a commit that changes nothing on the host."""
-
-
-def _as_bool(name: str, value: Any) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise ArgumentTypeError(f"{name}: {value!r}, expected a bool")
-    return bool(value)
 
 
 def _as_draft(value: Any, commit: bool = False) -> str:

@@ -239,3 +239,5 @@ ARCHIVE_PLANES: tuple[str, ...] = tuple(p.name for p in PLANES.values() if p.rol
 OWN_PLANES: tuple[str, ...] = tuple(p.name for p in PLANES.values() if p.role == "own")
 MOVING_PLANES: tuple[str, ...] = ("group_meta", "ring_k", "ring_v", "far_mz", "t_hat")
 """The state planes that a committed row changes."""
+STILL_PLANES: tuple[str, ...] = tuple(name for name in STATE_PLANES if name not in MOVING_PLANES)
+"""Those that it does not."""

@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from .arrays import Rows
 from .engine import Engine
-from .errors import ArgumentError
+from .errors import ArgumentError, DeviceMemoryError
 from .geometry import Geometry
 from .planes import ARCHIVE_PLANES, META_EVICTED, META_HEAD, META_LEN
-from .resealing import RESEALED_PLANES, from_archive, resealed
+from .resealing import MIN_ARCHIVED, RESEALED_PLANES, from_archive, resealed
 from .state import LayerState, SealOptions, epoch_of
 
 Planes = dict[str, npt.NDArray[Any]]
@@ -38,9 +38,18 @@ class SealedStream:
     renewed_at: int
 
     @classmethod
-    def of(cls, engine: Engine, state: LayerState, resident: Any, archive: int = 0) -> SealedStream:
-        """The stream of a resident into which the state was uploaded just now."""
+    def of(cls, engine: Engine, state: LayerState, archive: int = 0) -> SealedStream:
+        """The stream of a state, which is uploaded; raises `DeviceMemoryError` where there is no room."""
         assert state.epoch is not None
+        try:
+            resident = engine.upload(state.geometry, state.planes, archive)
+        except DeviceMemoryError:
+            raise
+        except MemoryError as error:
+            kept = f" with an archive of {archive} rows" if archive else ""
+            raise DeviceMemoryError(
+                f"state: no room for a layer of {state.geometry}{kept}: {error}"
+            ) from error
         evicted = state.planes["group_meta"][:, META_EVICTED].copy()
         return cls(engine, state.geometry, state.options, archive, resident, state.epoch, evicted, state.rows)
 
@@ -77,20 +86,28 @@ class SealedStream:
 
     def from_rows(self, rows: Rows, evicted: bool, seen: int) -> Planes:
         """A far field from rows of the stream, which has `seen`; see `Layer.reseal`."""
-        beyond = len(rows[1]) - seen
-        if beyond > 0:
-            raise ArgumentError(f"k: {len(rows[1])} rows, the stream has {seen}")
-        # Rows that reach back to the sinks, which stay where they are, must not be folded too.
-        q, k, v = (x[max(0, beyond + self.geometry.sinks) :] for x in rows)
+        count, sinks = len(rows[1]), self.geometry.sinks
+        if count < MIN_ARCHIVED:
+            raise ArgumentError(f"k: {count} rows, expected at least {MIN_ARCHIVED} to reseal from")
         planes = self.engine.read(self.resident, ("group_meta", "ring_k", "ring_v"))
         meta = planes["group_meta"]
-        if evicted:
-            return resealed(self.geometry, self.options, meta, q, k, v, skip=np.zeros(len(meta), int))
         held = meta[:, META_LEN].astype(int)
+        if evicted:
+            left = seen - sinks - int(held.max())
+            if count > left:
+                raise ArgumentError(
+                    f"k: {count} rows, of which every group's window has let go of {left} so far; expected "
+                    "no more of them"
+                )
+            return resealed(self.geometry, self.options, meta, *rows, skip=np.zeros(len(meta), int))
+        if count > seen:
+            raise ArgumentError(f"k: {count} rows, the stream has {seen}")
+        # Rows that reach back to the sinks, which stay where they are, must not be folded too.
+        q, k, v = (x[max(0, count + sinks - seen) :] for x in rows)
         slots = (meta[:, META_HEAD].astype(int) + held - 1) % np.array(self.geometry.group_windows)
         for name, new in (("k", k), ("v", v)):
             newest = planes["ring_" + name][np.arange(len(meta)), slots]
-            if not len(new) or not np.array_equal(newest, new[-1]):
+            if not np.array_equal(newest, new[-1]):
                 raise ArgumentError(
                     f"{name}: the last row is not the newest of the layer's window; give rows up to the "
                     "newest, or evicted=True for rows that have all left the window"

@@ -15,12 +15,11 @@ from .errors import ArgumentTypeError, CortiqError, StateError, StateFileError
 from .exact_stream import ExactStream
 from .files import read_arrays, write_arrays
 from .geometry import Geometry
-from .planes import ARCHIVE_PLANES, META_EVICTED, MOVING_PLANES, PLANES, Sizes
+from .planes import ARCHIVE_PLANES, META_EVICTED, MOVING_PLANES, PLANES, STILL_PLANES, Sizes
 from .sealed_stream import SealedStream
-from .state import LayerState, history_problem, planes_problem
+from .state import HISTORY, LayerState, epoch_of, history_problem, planes_problem, rows_problem
 
 FORMAT, VERSION = "cortiq-o1-snapshot", 1
-_HISTORY = ("q", "k", "v")
 
 Planes = dict[str, npt.NDArray[Any]]
 
@@ -35,7 +34,7 @@ class OnEngine:
     line: object
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Snapshot:
     """A layer at one moment; made by `Layer.snapshot`, taken back by `Layer.restore`.
 
@@ -74,7 +73,7 @@ class Snapshot:
             return self._held
         held = self._held.held
         if isinstance(held, ExactStream):
-            return dict(zip(_HISTORY, held.history.rows(self.rows), strict=True))
+            return dict(zip(HISTORY, held.history.rows(self.rows), strict=True))
         return held.engine.read(self._held.fork, MOVING_PLANES)
 
     def rows_kept(self) -> Rows:
@@ -113,12 +112,11 @@ class Snapshot:
             if not isinstance(name, str) or not (epoch is None or isinstance(epoch, str)):
                 raise ValueError(f"name {name!r}, epoch {epoch!r}")
             problem = (
-                history_problem(geometry, tuple(arrays[x] for x in _HISTORY))
+                history_problem(geometry, rows, arrays)
                 if epoch is None
                 else planes_problem(geometry, arrays, MOVING_PLANES)
+                or rows_problem(geometry, rows, arrays["group_meta"])
             )
-            if not problem and epoch is None and rows != len(arrays["k"]):
-                problem = f"{len(arrays['k'])} rows kept of {rows}"
             if problem:
                 raise ValueError(problem)
             nbytes = sum(a.nbytes for a in arrays.values())
@@ -138,7 +136,7 @@ def check_fits(snapshot: Any, geometry: Geometry, epoch: str | None, line: objec
     """The snapshot, if a layer of that geometry, epoch and line can take it; else raises why not."""
     if not isinstance(snapshot, Snapshot):
         raise ArgumentTypeError(f"snapshot: {type(snapshot).__name__}, expected a Snapshot")
-    what = f"snapshot {snapshot.name!r}" if snapshot.name else "snapshot"
+    what = _what(snapshot)
     if snapshot.geometry != geometry:
         raise StateError(f"{what}: of a layer of {snapshot.geometry}, expected {geometry}")
     held = snapshot.on_engine
@@ -155,7 +153,8 @@ def restored(
     snapshot: Snapshot, held: SealedStream | ExactStream
 ) -> tuple[SealedStream | ExactStream, Callable[[], None]]:
     """The stream that a layer with `held` has once it has taken the snapshot back, and what is left to do for
-    it, which takes no memory any more. The stream keeps the layer's own options."""
+    it, which takes no memory any more. The stream keeps the layer's own options. Raises `StateError` where
+    what the snapshot moves belongs to no stream of the layer's seal."""
     engine, here = held.engine, snapshot.on_engine
     if here is not None and (here.held.engine is not engine or here.held.archive != held.archive):
         here = None
@@ -174,8 +173,15 @@ def restored(
         assert isinstance(held, SealedStream)
         planes = snapshot.planes()
         evicted = planes["group_meta"][:, META_EVICTED].copy()
+        still = engine.read(held.resident, STILL_PLANES)
+        if epoch_of(held.geometry, {**still, **planes}) != held.epoch:
+            raise StateError(
+                f"{_what(snapshot)}: its far limit, landmarks in use or shift are not those of epoch "
+                f"{held.epoch}"
+            )
         resident = engine.replaced(held.resident, planes)
-        return replace(held, resident=resident, archived_from=evicted), _nothing
+        renewed_at = min(held.renewed_at, snapshot.rows)
+        return replace(held, resident=resident, archived_from=evicted, renewed_at=renewed_at), _nothing
     assert isinstance(here.held, SealedStream)
     if isinstance(held, SealedStream) and held.epoch == snapshot.epoch:
         after = replace(here.held, options=held.options, resident=held.resident)
@@ -185,6 +191,10 @@ def restored(
 
 def _nothing() -> None:
     """What is left to do where the stream is a new one."""
+
+
+def _what(snapshot: Snapshot) -> str:
+    return f"snapshot {snapshot.name!r}" if snapshot.name else "snapshot"
 
 
 def _told(epoch: str | None) -> str:

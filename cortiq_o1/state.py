@@ -13,32 +13,33 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import Float32, as_index, as_number
+from .arrays import LARGEST, Float32, as_index, as_number
 from .errors import ArgumentError, CortiqError, StateFileError
 from .files import read_arrays, write_arrays
 from .geometry import MIN_LANDMARKS, Geometry
 from .planes import (
     LARGE,
+    META_EVICTED,
     META_FAR_LEN,
     META_FAR_LIMIT,
     META_HEAD,
     META_LANDMARKS,
     META_LEN,
     META_WINDOW,
-    MOVING_PLANES,
     MZ_MAX,
     MZ_RECENT,
     MZ_SHIFT,
     MZ_TOTAL,
     PLANES,
     STATE_PLANES,
+    STILL_PLANES,
     Sizes,
 )
 
 FORMAT = "cortiq-o1-state"
 VERSION = 1
-_HISTORY = ("q", "k", "v")
-_STILL = tuple(name for name in STATE_PLANES if name not in MOVING_PLANES)
+HISTORY = ("q", "k", "v")
+"""What a layer that is not sealed keeps of its rows."""
 
 
 Fold = Literal["always", "prompt", "never"]
@@ -92,10 +93,10 @@ class LayerState:
         self.rows = rows
         self.planes = dict(planes or {})
         self.history = history
-        if history is not None and len(history[1]) != rows:
-            raise ArgumentError(f"state: {rows} rows, {len(history[1])} of them kept; expected all of them")
         problem = (
-            planes_problem(geometry, self.planes) if history is None else history_problem(geometry, history)
+            planes_problem(geometry, self.planes)
+            if history is None
+            else history_problem(geometry, rows, self._arrays())
         )
         if problem:
             raise ArgumentError(f"state: {problem}")
@@ -130,7 +131,7 @@ class LayerState:
 
     def _arrays(self) -> dict[str, npt.NDArray[Any]]:
         if self.history is not None:
-            return dict(zip(_HISTORY, self.history, strict=True))
+            return dict(zip(HISTORY, self.history, strict=True))
         return self.planes
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -160,10 +161,16 @@ class LayerState:
             geometry = Geometry.from_dict(header["geometry"])
             options = SealOptions(**header["options"])
             rows = as_index("rows", header["rows"], 0)
-            if header["sealed"]:
-                return cls(geometry, options, rows, planes=arrays)
-            q, k, v = (arrays[name] for name in _HISTORY)
-            return cls(geometry, options, rows, history=(q, k, v))
+            if not header["sealed"]:
+                q, k, v = (arrays.pop(name) for name in HISTORY)
+                if arrays:
+                    raise ValueError(f"arrays {sorted(arrays)} unknown")
+                return cls(geometry, options, rows, history=(q, k, v))
+            state = cls(geometry, options, rows, planes=arrays)
+            problem = rows_problem(geometry, rows, state.planes["group_meta"])
+            if problem:
+                raise ValueError(problem)
+            return state
         except (CortiqError, KeyError, TypeError, ValueError) as error:
             raise StateFileError(f"{path}: no layer can have this state: {error}") from error
 
@@ -174,7 +181,7 @@ def epoch_of(geometry: Geometry, planes: Mapping[str, npt.NDArray[Any]]) -> str:
     digest = hashlib.blake2b(repr(geometry).encode(), digest_size=8)
     digest.update(np.ascontiguousarray(planes["group_meta"][:, [META_FAR_LIMIT, META_LANDMARKS]]).data)
     digest.update(np.ascontiguousarray(planes["far_mz"][:, MZ_SHIFT]).data)
-    for name in _STILL:
+    for name in STILL_PLANES:
         digest.update(np.ascontiguousarray(planes[name]).data)
     return digest.hexdigest()
 
@@ -219,19 +226,35 @@ def planes_problem(
     return None
 
 
-def history_problem(geometry: Geometry, history: Sequence[Float32]) -> str | None:
-    """Why the rows cannot be an unsealed layer's, None if they can."""
-    rows = len(history[1])
+def rows_problem(geometry: Geometry, rows: int, meta: npt.NDArray[Any]) -> str | None:
+    """Why a sealed layer of these `group_meta` cannot have seen so many rows, None if it can."""
+    for g, row in enumerate(meta.tolist()):
+        kept, evicted, folded = geometry.sinks + row[META_LEN], row[META_EVICTED], row[META_FAR_LEN]
+        if rows < kept or (rows - kept - evicted) % 2**32:
+            return f"{rows} rows, of which group {g} keeps {kept} and has evicted {evicted}"
+        if folded > rows - kept:
+            return f"group_meta: {folded} rows folded of the {rows - kept} that group {g} has evicted"
+    return None
+
+
+def history_problem(geometry: Geometry, rows: int, history: Mapping[str, npt.NDArray[Any]]) -> str | None:
+    """Why `q`, `k`, `v` cannot be all rows of an unsealed layer that has seen so many, None if they can."""
+    if set(history) != set(HISTORY):
+        return f"arrays {sorted(set(history) ^ set(HISTORY))} missing or unknown"
+    kept = len(history["k"])
+    if kept != rows:
+        return f"{rows} rows, {kept} of them kept; expected all of them"
     shapes = (
         (rows, geometry.num_heads, geometry.head_dim),
         (rows, geometry.num_kv_heads, geometry.head_dim),
         (rows, geometry.num_kv_heads, geometry.value_dim),
     )
-    for name, array, shape in zip(_HISTORY, history, shapes, strict=True):
+    for name, shape in zip(HISTORY, shapes, strict=True):
+        array = history[name]
         if array.shape != shape or array.dtype != np.float32:
             return f"{name}: {array.dtype} {array.shape}, expected float32 {shape}"
-        if not np.isfinite(array).all():
-            return f"{name}: values that are not finite"
+        if not (np.abs(array) <= LARGEST).all():
+            return f"{name}: values that are not finite, or larger than {LARGEST:g}"
     if rows > geometry.exact_rows:
         return f"{rows} rows kept exactly, at most {geometry.exact_rows} are"
     return None

@@ -230,6 +230,10 @@ def test_what_a_batch_refuses(device: o1.Device, rng: np.random.Generator) -> No
         (lambda: batch.commit([1, 5]), o1.ArgumentError, r"rows\[1\]: 5, expected 0 to 4"),
         (lambda: batch.commit([1]), o1.ArgumentError, "rows: 1 numbers, expected one for each of 2"),
         (lambda: batch.commit("11"), o1.ArgumentTypeError, "rows: '11'"),
+        (lambda: batch.commit(bytearray(2)), o1.ArgumentTypeError, r"rows: bytearray"),
+        (lambda: batch.commit({3, 1}), o1.ArgumentTypeError, r"rows: \{1, 3\}, expected an integer"),
+        (lambda: batch.commit({0: 1, 1: 1}), o1.ArgumentTypeError, "rows: .*, expected an integer"),
+        (lambda: batch.commit(np.array(5)), o1.ArgumentError, "rows: 5, expected 0 to 4"),
         (lambda: batch.commit([1, True]), o1.ArgumentTypeError, r"rows\[1\]: True"),
         (lambda: batch.leave(2), o1.ArgumentError, "index: 2, expected 0 to 1"),
         (lambda: batch.state(-1), o1.ArgumentError, "index: -1, expected 0 to 1"),
@@ -281,3 +285,11 @@ def test_what_forgets_the_rows_that_wait(device: o1.Device, rng: np.random.Gener
             batch.commit(1)
     assert batch.attend(*none, commit=False).shape == (2, 0, 6, 20)
     batch.commit(0)
+
+
+def test_an_emptied_batch_says_so(device: o1.Device, rng: np.random.Generator) -> None:
+    batch = device.load(states_of(rng, 1))
+    batch.leave(0)
+    for call in (batch.leave, batch.state):
+        with pytest.raises(o1.ArgumentError, match="index: 0, the batch is empty"):
+            call(0)

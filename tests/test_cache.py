@@ -55,7 +55,7 @@ def test_it_is_a_mapping_of_layers(device: o1.Device, rng: np.random.Generator) 
     del cache[3]
     assert list(cache) == [0, 7]
     assert cache.nbytes == before - layer.nbytes
-    for missing in (3, "0", None):
+    for missing in (3, "0", None, [0], False):
         with pytest.raises(KeyError, match=r"not in the cache, which has \[0, 7\]"):
             cache[missing]  # type: ignore[index]
     with pytest.raises(KeyError):
@@ -77,10 +77,14 @@ def test_what_it_refuses(device: o1.Device, rng: np.random.Generator) -> None:
         o1.Cache("cpu")  # type: ignore[arg-type]
     for named, match in (
         ({"reseal_every": 0}, "reseal_every: 0, expected at least 1"),
-        ({"reseal_every": 9, "archive": 63}, "archive: 63, expected at least 64"),
+        ({"reseal_every": 9, "archive": 63}, "archive: 63, expected 64 to 16777216"),
+        ({"reseal_every": 9, "archive": 2**40}, "archive: 1099511627776, expected 64 to"),
+        ({"archive": 9}, "archive: 9, expected 64 to"),
     ):
         with pytest.raises(o1.ArgumentError, match=match):
             o1.Cache(device, **named)
+    with pytest.raises(o1.ArgumentTypeError, match="name: 3, expected a string"):
+        cache.snapshot(3)  # type: ignore[arg-type]
     assert len(cache) == 0
 
 

@@ -284,7 +284,8 @@ def test_rows_that_cannot_be_resealed_from(device: o1.Device, rng: np.random.Gen
     refusals: list[tuple[tuple[Any, ...], bool, type[Exception], str]] = [
         ((q[:-1], k[:-1], v[:-1]), False, o1.ArgumentError, "^k: the last row is not the newest"),
         ((q, k, shifted), False, o1.ArgumentError, "^v: the last row is not the newest"),
-        ((q[:0], k[:0], v[:0]), False, o1.ArgumentError, "^k: the last row is not the newest"),
+        ((q[:0], k[:0], v[:0]), False, o1.ArgumentError, "^k: 0 rows, expected at least"),
+        (random_rows(rng, 151, ODD), False, o1.ArgumentError, "^k: 151 rows, the stream has 150"),
         ((q[-31:], k[-31:], v[-31:]), False, o1.ArgumentError, f"31 rows, expected at least {MIN_ARCHIVED}"),
         ((q[:31], k[:31], v[:31]), True, o1.ArgumentError, f"31 rows, expected at least {MIN_ARCHIVED}"),
         ((q, k[:, :1], v), False, o1.ArgumentError, "^k: shape"),
@@ -325,5 +326,47 @@ def test_what_a_capture_may_be_asked(device: o1.Device, rng: np.random.Generator
     assert not cache.capture().wants_q(1)
     with pytest.raises(o1.ArgumentTypeError, match="layers: 3, expected a list of integers"):
         cache.capture(layers=3)  # type: ignore[arg-type]
+    for wrong in ("a", b"\0", {0: 1}):
+        with pytest.raises(o1.ArgumentTypeError, match=r"layers: .*, expected a list of integers"):
+            cache.capture(layers=wrong)  # type: ignore[arg-type]
     with pytest.raises(o1.ArgumentTypeError, match="layers: 'a', expected an integer"):
-        cache.capture(layers="a")  # type: ignore[arg-type]
+        cache.capture(layers=["a"])  # type: ignore[list-item]
+    for name in ("queries", "rows"):
+        with pytest.raises(o1.ArgumentTypeError, match=f"{name}: 'no', expected a bool"):
+            cache.capture(**{name: "no"})  # type: ignore[arg-type]
+    with pytest.raises(o1.ArgumentTypeError, match=r"layer: \[0\], expected an integer"):
+        cache.capture().wants_q([0])  # type: ignore[arg-type]
+
+
+def test_rows_between_two_entries_are_missing_from_both_runs(
+    device: o1.Device, rng: np.random.Generator
+) -> None:
+    """Joined across the gap they would pass for consecutive, and a reseal would take them."""
+    cache = o1.Cache(device)
+    cache[0] = sealed(rng, rows=100)
+    rows = random_rows(rng, 125, ODD)
+    capture = cache.capture()
+    with capture:
+        cache[0].attend(*part(rows, slice(60)))
+    cache[0].attend(*part(rows, slice(60, 120)))
+    with capture:
+        cache[0].attend(*part(rows, slice(120, None)))
+    before, after = capture.take()
+    assert_captured(before, 0, part(rows, slice(60)))
+    assert_captured(after, 0, part(rows, slice(120, None)))
+    with pytest.raises(o1.ArgumentError, match="the last row is not the newest"):
+        cache[0].reseal(*before[1:])
+
+
+def test_no_more_evicted_rows_than_have_left_the_window(device: o1.Device, rng: np.random.Generator) -> None:
+    rows = random_rows(rng, 150, ODD)
+    layer = device.load(o1.seal(*part(rows, slice(90)), ODD))
+    layer.attend(*part(rows, slice(90, None)))
+    left = 150 - ODD.sinks - max(ODD.group_windows)
+    gone = part(rows, slice(ODD.sinks, ODD.sinks + left + 1))
+    before = layer.state()
+    with pytest.raises(o1.ArgumentError, match=f"^k: {left + 1} rows, of which .* let go of {left} so far"):
+        layer.reseal(*gone, evicted=True)
+    assert_same_state(layer.state(), before)
+    layer.reseal(*part(gone, slice(left)), evicted=True)
+    assert (layer.state().planes["group_meta"][:, META_FAR_LEN] == left).all()

@@ -257,3 +257,19 @@ def test_names_that_are_wrong_are_told(device: o1.Device, rng: np.random.Generat
     with pytest.raises(o1.ArgumentError, match="draft: 'left' of a committed call, expected commit=False"):
         layer.attend(*rows, draft="left")
     assert layer.drafts == {"left": 2}
+
+
+def test_a_committed_call_of_no_rows_frees_the_drafts_memory(
+    device: o1.Device, rng: np.random.Generator
+) -> None:
+    none = random_rows(rng, 0, SHORT)
+    for state in (sealed(rng, SHORT), o1.seal(*random_rows(rng, 10, SHORT), SHORT)):
+        layer = device.load(state)
+        layer.attend(*random_rows(rng, 12, SHORT), commit=False, draft="x")
+        layer.attend(*none)
+        assert layer.drafts == {}
+        # Buffers of an engine's own may stay for the next draft, rows on the host do not.
+        fresh = device.load(state)
+        fresh.attend(*random_rows(rng, 12, SHORT), commit=False, draft="x")
+        fresh.commit(0, "x")
+        assert layer.nbytes == fresh.nbytes

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 from support import (
@@ -196,3 +199,35 @@ def test_a_call_that_fails_takes_its_renewal_back(
     assert_same_state(cache[0].state(), before)
     cache[0].attend(*rows)
     assert cache[0].epoch != epoch
+
+
+def test_a_snapshot_from_before_the_layer_renews_in_time(
+    device: o1.Device, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    """The layer began later in the stream than the snapshot that it takes from a file."""
+    state, rows = sealed(rng), random_rows(rng, 40, ODD)
+    early = device.load(state)
+    early.snapshot().save(tmp_path / "early")
+    early.attend(*rows)
+    cache = o1.Cache(device, reseal_every=50, archive=64)
+    cache[0] = early.state()
+    cache[0].restore(o1.Snapshot.load(tmp_path / "early"))
+    epoch = cache[0].epoch
+    cache[0].attend(*random_rows(rng, 50, ODD))
+    assert cache[0].epoch == epoch
+    cache[0].attend(*random_rows(rng, 1, ODD))
+    assert cache[0].epoch != epoch
+
+
+def test_an_archive_that_there_is_no_room_for(
+    device: o1.Device, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = o1.Cache(device, reseal_every=9, archive=99)
+
+    def full(*_: Any) -> Any:
+        raise MemoryError("Unable to allocate")
+
+    monkeypatch.setattr(device.engine, "upload", full)
+    with pytest.raises(o1.DeviceMemoryError, match=r"state: no room for .* with an archive of 99 rows: Un"):
+        cache[0] = sealed(rng)
+    assert len(cache) == 0

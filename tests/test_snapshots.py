@@ -21,7 +21,14 @@ from support import (
 
 import cortiq_o1 as o1
 from cortiq_o1.files import read_arrays, sealed_bytes, write_arrays
-from cortiq_o1.planes import MOVING_PLANES
+from cortiq_o1.planes import (
+    META_EVICTED,
+    META_FAR_LEN,
+    META_FAR_LIMIT,
+    META_LANDMARKS,
+    META_LEN,
+    MOVING_PLANES,
+)
 
 FORMAT = ("cortiq-o1-snapshot", 1)
 
@@ -162,10 +169,20 @@ def test_bad_files_are_refused(rng: np.random.Generator, tmp_path: Path, short: 
         ({"epoch": "0123456789abcdef" if short else None}, {}),
         ({"version": 2}, {}),
         ({"geometry": {**header["geometry"], "window": 17}}, {}) if not short else ({"rows": 9}, {}),
+        ({"rows": 0 if short else 2**70}, {}),
+        ({"rows": 10**9}, {}),
+        ({}, {"extra": np.zeros(3, np.float32)}),
         ({}, {name: arrays[name][:1]}),
         ({}, {name: arrays[name].astype(np.float64)}),
         ({}, {name: np.where(arrays[name] == arrays[name].flat[5], np.nan, arrays[name]).astype("f4")}),
     ]
+    if short:
+        changes.append(({}, {name: np.full_like(arrays[name], 1e20)}))
+    else:
+        for word in (META_LEN, META_EVICTED, META_FAR_LEN):
+            meta = arrays["group_meta"].copy()
+            meta[0, word] += 1 if word == META_EVICTED else 2**20
+            changes.append(({}, {"group_meta": meta}))
     for head, planes in changes:
         write_arrays(bad, {**header, **head}, {**arrays, **planes})
         problem = "reads version 1" if "version" in head else "no layer can have this snapshot"
@@ -175,6 +192,37 @@ def test_bad_files_are_refused(rng: np.random.Generator, tmp_path: Path, short: 
         o1.Snapshot.load(tmp_path / "absent")
     with pytest.raises(OSError, match="nowhere"):
         layer.snapshot().save(tmp_path / "nowhere" / "s")
+
+
+@pytest.mark.parametrize("word", [META_FAR_LIMIT, META_LANDMARKS])
+def test_a_file_of_another_far_limit_is_refused(
+    device: o1.Device, rng: np.random.Generator, tmp_path: Path, word: int
+) -> None:
+    """`epoch` names these words too, and a file's own word for it is not enough."""
+    cache = o1.Cache(device)
+    cache[3] = o1.seal(*random_rows(rng, 60, ODD), ODD, fold="prompt")
+    cache[3].snapshot("s").save(tmp_path / "good")
+    header, arrays = read_arrays(tmp_path / "good", *FORMAT)
+    arrays["group_meta"][1, word] -= 1
+    write_arrays(tmp_path / "bad", header, arrays)
+    before = cache[3].state()
+    bad = o1.CacheSnapshot("all", {3: o1.Snapshot.load(tmp_path / "bad")})
+    with pytest.raises(o1.StateError, match="layer 3: snapshot 's': its far limit, landmarks in use"):
+        cache.restore(bad)
+    assert_same_state(cache[3].state(), before)
+    cache.restore(o1.CacheSnapshot("all", {3: o1.Snapshot.load(tmp_path / "good")}))
+
+
+def test_snapshots_are_told_apart_by_identity(device: o1.Device, rng: np.random.Generator) -> None:
+    cache = o1.Cache(device)
+    cache[0] = sealed(rng)
+    first, second = cache.snapshot(), cache.snapshot()
+    assert first != second
+    assert first in [second, first]  # compares, and finds what is the same
+    assert first[0] != second[0]
+    assert len({first, second, first[0], second[0]}) == 4
+    with pytest.raises(KeyError, match=r"layer 5: not in the snapshot, which has \[0\]"):
+        first[5]
 
 
 def test_what_does_not_fit_is_refused(device: o1.Device, rng: np.random.Generator) -> None:
