@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy_floor import machine
+from cpu import machine
 
 import cortiq_o1 as o1
 from cortiq_o1.benchmark.quality import RealLayer, real_layers

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from threading import Barrier, Thread, current_thread
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,12 @@ from hypothesis import strategies as st
 from support import Rows, geometries, part, random_rows
 
 from cortiq_o1.cpu import near, work
+from cortiq_o1.cpu.crew import Crew
 from cortiq_o1.cpu.direct import CHUNK_ROWS, DirectEngine, _Blas
 from cortiq_o1.cpu.far import SAFE_RISE, far_stages
 from cortiq_o1.cpu.near import Scratch, add_values, scores
-from cortiq_o1.cpu.resident import DirectResident, Journal, squares
+from cortiq_o1.cpu.resident import DirectResident, Journal, find_runs, squares
+from cortiq_o1.cpu.token import FAR, NEAR, OWN, cut_token
 from cortiq_o1.engine import Accepted
 from cortiq_o1.errors import StateError
 from cortiq_o1.geometry import Geometry
@@ -27,6 +31,7 @@ from cortiq_o1.planes import (
     META_HEAD,
     META_LANDMARKS,
     META_LEN,
+    META_WINDOW,
     MZ_MAX,
     MZ_RECENT,
     MZ_TOTAL,
@@ -393,14 +398,23 @@ def test_upload_and_read_copy(rng: np.random.Generator) -> None:
     assert_same(engine.read(resident), kept)
 
 
+@pytest.mark.parametrize("laid", [False, True])
 @pytest.mark.parametrize("work", [1, 300, 5000, 60_000])
 @pytest.mark.parametrize(("rows", "count", "width"), [(1, 1, 4), (4, 95, 20), (36, 131, 44), (64, 40, 128)])
 def test_cut_products(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, work: int, rows: int, count: int, width: int
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    work: int,
+    rows: int,
+    count: int,
+    width: int,
+    laid: bool,
 ) -> None:
     monkeypatch.setattr(near, "PRODUCT_WORK", work)
     monkeypatch.setattr(near, "VECTOR_WORK", work)
     plane = rng.standard_normal((3, count + 9, width)).astype(np.float32)
+    if laid:
+        plane = np.ascontiguousarray(plane.swapaxes(1, 2)).swapaxes(1, 2)
     keys = plane[:, 5 : 5 + count]
     q = rng.standard_normal((3, rows, width)).astype(np.float32)
     logits = np.full((3, rows, count + 2), 7, np.float32)
@@ -456,6 +470,89 @@ def test_blas_gets_its_threads_back_after_the_last_engine() -> None:
     with pytest.raises(KeyError), blas.held():
         raise KeyError
     assert library.threads == 7
+
+
+def test_a_crew_ends_all_jobs_before_it_raises() -> None:
+    crew = Crew(2)
+    ended: list[str] = []
+
+    def fails() -> None:
+        raise KeyError("on purpose")
+
+    def slow() -> None:
+        sleep(0.02)
+        ended.append("slow")
+
+    for own, others in ((fails, [slow, slow]), (slow, [fails, slow])):
+        ended.clear()
+        with pytest.raises(KeyError, match="on purpose"):
+            crew.run(own, others)
+        assert ended == ["slow"] * 2
+    crew.run(lambda: ended.append("own"), [slow, slow])
+    assert sorted(ended) == ["own"] + ["slow"] * 4
+
+
+def test_a_crew_takes_its_threads_along() -> None:
+    crew = Crew(2)
+    found: list[Thread] = []
+    both = Barrier(2)
+
+    def job() -> None:
+        both.wait()
+        found.append(current_thread())
+
+    crew.run(lambda: None, [job, job])
+    assert len(set(found)) == 2
+    del crew
+    for thread in found:
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8, 13])
+@pytest.mark.parametrize("outputs", [True, False])
+def test_tasks_of_a_token_are_each_part_of_each_head_once(workers: int, outputs: bool) -> None:
+    geometry = Geometry(40, 8, 8, window=6000, sinks=4, landmarks=8, windows=(6000,) * 5 + (9,) * 3)
+    meta = np.zeros((8, 8), np.uint32)
+    meta[:, META_LEN] = meta[:, META_WINDOW] = geometry.group_windows
+    meta[2:, META_FAR_LEN] = 7
+    meta[:, META_LANDMARKS] = 8
+    runs = find_runs(meta, 1)
+    assert len(runs) == 3
+    tasks = cut_token(runs, geometry, workers, outputs, True)
+    seen = np.zeros((3, 8, 5), int)
+    for task in tasks:
+        if task.part != OWN:
+            run = runs[task.run]
+            assert run.first <= task.groups.start < task.groups.stop <= run.last
+        seen[task.part, task.groups, task.heads] += 1
+    assert (seen[FAR] == 1).all()
+    assert (seen[[NEAR, OWN]] == int(outputs)).all()
+    if workers > 1 and outputs:
+        # The calling thread begins with what the others may wake up in; the last of all is theirs.
+        assert [tasks[at].part for at in (0, -1)] == [NEAR, NEAR]
+
+
+def test_keys_lie_alike_whatever_made_the_resident(rng: np.random.Generator) -> None:
+    """Bits depend on how BLAS is called, and so on how keys lie."""
+    engine = DirectEngine(threads=1)
+    one, two = (engine.upload(ODD, sealed(rng, ODD, rows), archive=64) for rows in (90, 100))
+    both = engine.join(engine.join(None, one, 0), two, 1)
+    residents = [
+        one,
+        both,
+        engine.fork(one),
+        engine.take(both, ODD, 1),
+        engine.replaced(two, engine.read(one)),
+    ]
+    engine.assign(two, engine.fork(two))
+    engine.drop(engine.join(both, one, 2), ODD, 3, 0)
+    engine.drop(both, ODD, 2, 0)
+    engine.put(both, 0, one)
+    for resident in (*residents, two):
+        engine.attend(resident, *random_rows(rng, 7, resident.geometry), True)
+        assert resident.ring_k.swapaxes(1, 2).flags.c_contiguous
+        assert resident.ring_v.flags.c_contiguous
 
 
 def test_norms_follow_the_ring(rng: np.random.Generator) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import Lock, RLock
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +24,14 @@ from ..geometry import Geometry
 from ..planes import ARCHIVE_PLANES, STATE_PLANES
 from ..planning import Limits, sub_chunks
 from ..plans import check_archive
+from .crew import Crew
 from .logs import Joining, RowLog
 from .near import Scratch, whole_products
 from .resident import DirectResident, Journal, Rows, Spares, Step, find_runs, squares
+from .token import TokenWork, cut_token
 from .work import Task, Work, cut
+
+_T = TypeVar("_T")
 
 CHUNK_ROWS = 64
 """Rows of a sub-chunk: enough for full-speed products, few enough for the far field's stages."""
@@ -55,7 +58,7 @@ class DirectEngine:
         self.parallel_work = parallel_work
         self._scratch = [Scratch() for _ in range(self.threads)]
         self._spares = Spares()
-        self._pool: ThreadPoolExecutor | None = None
+        self._crew = Crew(self.threads - 1)
         self._turn = RLock()
         self._blas = find_blas()
 
@@ -239,47 +242,52 @@ class DirectEngine:
         geometry = resident.geometry
         step = Step(find_runs(resident.group_meta, len(k)), q, k, v, squares(k))
         if moves and any(run.folded for run in step.runs):
-            step.far_mz = resident.far_mz.copy()
+            step.far_mz = np.empty_like(resident.far_mz)
             step.t_recent = self._spares.take(resident.t_recent)
         near = geometry.window + geometry.sinks
         work = len(k) * geometry.num_heads * near * (geometry.head_dim + v.shape[2])
         workers = min(self.threads, geometry.num_heads) if work >= self.parallel_work else 1
 
+        if len(k) == 1:
+            token = TokenWork(resident, step, q, out)
+            moves = step.far_mz is not None
+            tasks = cut_token(step.runs, geometry, workers, out is not None, moves)
+            self._share(workers, token.run, tasks, self._blas is not None)
+            if out is not None:
+                token.join()
+            return step
+
         def job(task: Task, scratch: Scratch) -> None:
             part = Work(resident, step, task, scratch)
-            part.begin()
-            if q is not None and out is not None:
-                part.finish(q, out)
+            if q is None or out is None:
+                part.fold()
+            else:
+                part.attend(q, out, task.products_first)
 
         self._share(workers, job, cut(step.runs, geometry, workers), self._blas is not None)
         return step
 
     def _share(
-        self, workers: int, job: Callable[[Task, Scratch], None], tasks: list[Task], whole: bool
+        self, workers: int, job: Callable[[_T, Scratch], None], tasks: Sequence[_T], whole: bool
     ) -> None:
         """Runs `job` on each task, on this thread and on others, to the end of all of them."""
-        workers = min(workers, len(tasks))
-        if workers > 1 and self._pool is None:
-            self._pool = ThreadPoolExecutor(self.threads - 1, thread_name_prefix="cortiq-o1")
         left = deque(tasks)
 
-        def work_off(scratch: Scratch) -> None:
+        def work_off(scratch: Scratch, take: Callable[[], _T]) -> None:
             # NumPy keeps its error handling per thread: weights may underflow, they are then nothing.
             with np.errstate(under="ignore"), whole_products(whole):
                 while left:
                     try:
-                        task = left.popleft()
+                        task = take()
                     except IndexError:  # another thread was quicker
                         return
                     job(task, scratch)
 
-        others = [self._pool.submit(work_off, s) for s in self._scratch[1:workers]] if self._pool else []
-        try:
-            work_off(self._scratch[0])
-        finally:
-            wait(others)
-        for other in others:
-            other.result()
+        # This thread is awake before the others: what comes first is its.
+        own, *others = self._scratch[: max(1, min(workers, len(tasks)))]
+        self._crew.run(
+            partial(work_off, own, left.popleft), [partial(work_off, each, left.pop) for each in others]
+        )
 
 
 class _Blas:

@@ -222,13 +222,11 @@ def _plain_gains(
     evicted = None
     total: Float32 | None = None
     if stages.folded:
-        # Columns outside, as the logits that they join lie.
-        evicted = scratch.take("far_evicted", *weights.shape[:2], stages.folded, len(after))
-        evicted = evicted.swapaxes(2, 3)
+        evicted = scratch.take("far_evicted", *weights.shape[:3], stages.folded)
         scores(weights, stages.weights, evicted)
         if after[0] < stages.folded:
-            gone = np.arange(stages.folded) < after[:, None]
-            np.multiply(evicted, np.asfortranarray(gone, np.float32), out=evicted)
+            gone = (np.arange(stages.folded) < after[:, None]).astype(np.float32)
+            np.multiply(evicted, gone, out=evicted)
         total = np.einsum("ghif->ghi", evicted)
     mass: Float32 | None = None
     if levels:
@@ -237,13 +235,14 @@ def _plain_gains(
         mass = np.einsum("ghim,ghm->ghi", weights, stages.before[1])
         total = mass if total is None else mass + total
     assert total is not None
-    dropped = total < 0.0
-    if dropped.any():
-        weights[dropped] = 0.0
+    if total.min() < 0.0:
+        # Products: with many rows dropped they are faster than masked writes.
+        kept = (total >= 0.0).astype(np.float32)
+        weights *= kept[..., None]
         if mass is not None:
-            mass[dropped] = 0.0
+            mass *= kept
         if evicted is not None:
-            evicted[dropped] = 0.0
+            evicted *= kept[..., None]
     numerator = None
     if levels:
         numerator = scratch.take("far_numerator", *total.shape, levels[0].shape[3])
@@ -260,8 +259,7 @@ def _evicted_weights(stages: FarStages, after: np.ndarray, weights: Float32, scr
     """`sum_b weights_ib exp(l_yb - mu_ib)` of each row i and each row y folded by then; else any."""
     logits, maximum = stages.logits, stages.maximum
     folded = logits.shape[2]
-    # Columns outside, as the logits that they join lie.
-    evicted = scratch.take("far_evicted", *weights.shape[:2], folded, weights.shape[2]).swapaxes(2, 3)
+    evicted = scratch.take("far_evicted", *weights.shape[:3], folded)
     lift = stages.each[2]
     if lift is not None:
         # One scale for all rows makes it a matrix product. A row before the first fold takes nothing.

@@ -21,7 +21,8 @@ WHOLE_VECTOR_WORK = 2**17
 """A matrix times several vectors, in pieces that stay in the cache for all of them, where BLAS is told."""
 _THREAD = threading.local()
 VECTOR_ROWS = 4
-"""Up to so many query rows, a product with each is faster than one with all: it packs no keys."""
+"""Up to so many query rows, a product with each is faster than one with all: it packs no keys. Not where keys
+lie with the width outside, as the ring's do: those are packed as fast as they are read."""
 SCORE_ROWS, VALUE_ROWS = 64, 32
 """Least query rows of a product where they are cut: with these its sides are about equal, and BLAS packs
 least for what it multiplies."""
@@ -91,7 +92,7 @@ def scores(q: Float32, keys: Float32, out: Float32) -> None:
     count = keys.shape[-2]
     if not count:
         return
-    single = rows <= VECTOR_ROWS
+    single = rows <= VECTOR_ROWS and keys.strides[-1] <= keys.strides[-2]
     if single:
         pieces, size = _pieces(count, width, WHOLE_VECTOR_WORK if is_whole() else VECTOR_WORK)
     else:
@@ -237,7 +238,7 @@ def _gone(age: int, ages: int, first: int, rows: int) -> Float32:
     """`(rows, ages)`: 1 where one of the `ages` ring rows from the `age`-th oldest on has left by then,
     if the row `first` is the first to evict; 0 elsewhere. Not to be written."""
     gone = np.arange(age, age + ages) <= np.arange(rows)[:, None] - first
-    return np.asfortranarray(gone, np.float32)
+    return gone.astype(np.float32)
 
 
 @lru_cache(maxsize=16)
@@ -251,5 +252,5 @@ def _own_bound(rows: int) -> Float32:
 
 
 def _bound(hidden: np.ndarray) -> Float32:
-    """The most a logit may be, columns outside as logits lie: a minimum is faster than a masked copy."""
-    return np.asfortranarray(np.where(hidden, np.float32(-LARGE), np.float32(np.inf)))
+    """The most a logit may be: a minimum is faster than a masked copy."""
+    return np.where(hidden, np.float32(-LARGE), np.float32(np.inf))

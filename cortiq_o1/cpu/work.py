@@ -13,7 +13,8 @@ from ..arrays import Float32
 from ..geometry import Geometry
 from ..planes import MIN_DENOMINATOR, MZ_MAX, MZ_RECENT, MZ_SHIFT, MZ_TOTAL
 from .far import FarGains, FarStages, empty_maximum, far_gains, far_stages
-from .near import VECTOR_ROWS, Scratch, Window, add_values, is_whole, scores
+from .folding import Fold, put_fold
+from .near import Scratch, Window, is_whole, scores
 from .resident import DirectResident, Run, Step
 
 BLOCK_LOGITS = 9 * 2**16
@@ -26,6 +27,10 @@ SAFE_LOGIT = 30.0
 and above the least denominator with a scale and without."""
 
 
+Block = tuple[slice, slice]
+"""Some of a task's groups, and some heads of each."""
+
+
 @dataclass(frozen=True)
 class Task:
     """A part of a sub-chunk: groups of one run, and some heads of each."""
@@ -34,6 +39,8 @@ class Task:
     window: Window
     groups: slice
     heads: slice
+    products_first: bool
+    """See `Work.attend`."""
 
 
 def cut(runs: list[Run], geometry: Geometry, workers: int) -> list[Task]:
@@ -48,11 +55,8 @@ def cut(runs: list[Run], geometry: Geometry, workers: int) -> list[Task]:
         else:
             most = max(1, TASK_LOGITS // (heads * run.rows * window.columns))
             g_step, h_step = min(most, -(-groups // workers)), heads
-        tasks += [
-            Task(run, window, g, h)
-            for g in _slices(run.first, run.last, g_step)
-            for h in _slices(0, heads, h_step)
-        ]
+        parts = [(g, h) for g in _slices(run.first, run.last, g_step) for h in _slices(0, heads, h_step)]
+        tasks += [Task(run, window, g, h, at % 2 > 0) for at, (g, h) in enumerate(parts)]
     return tasks
 
 
@@ -62,7 +66,7 @@ def _slices(first: int, last: int, step: int) -> Iterator[slice]:
 
 
 class Work:
-    """A task's far field and outputs: `begin`, then `finish` where there are queries.
+    """A task's far field, and its outputs where there are queries.
 
     Shapes: `g` groups, `h` heads of each, `i` rows, `m` landmarks in use.
     """
@@ -80,20 +84,21 @@ class Work:
         """The task's part of a plane of heads, `(g, h, ...)`."""
         return plane[self.heads].reshape(self.count, self.hpg, *plane.shape[1:])
 
-    def begin(self) -> None:
+    def fold(self) -> None:
         """The far field's stages, and its next sums into the step."""
+        fold = None
         if self.run.far_len or self.run.folded:
             self.stages, values = self._stages()
-            if self.step.far_mz is not None:
-                self._next_far(self.stages, values)
-        elif self.step.t_recent is not None:
-            self.step.t_recent[self.heads] = self.resident.t_recent[self.heads]
+            if self.run.folded:
+                fold = Fold(self.stages.last, self.stages.weights, self.stages.rescale, values)
+        put_fold(self.resident, self.step, self.run, self.heads, fold, self.scratch)
 
     def _stages(self) -> tuple[FarStages, Float32]:
         """The far field's stages, and the folded rows' values `(g, f, dv)`."""
         resident, run, take = self.resident, self.run, self.scratch.take
         geometry = resident.geometry
-        keys = take("folded_keys", self.count, run.folded, geometry.head_dim)
+        # As the ring's keys lie in memory.
+        keys = take("folded_keys", self.count, geometry.head_dim, run.folded).swapaxes(1, 2)
         values = take("folded_values", self.count, run.folded, resident.ring_v.shape[2])
         for slots, at in run.slots(run.head, run.folded):
             np.multiply(resident.ring_k[self.groups, slots], geometry.scale32, out=keys[:, at])
@@ -108,64 +113,31 @@ class Work:
             mass = np.zeros_like(maximum)
         return far_stages(q_tilde, keys, mz[:, :, MZ_SHIFT], maximum, mass, self.scratch), values
 
-    def _next_far(self, stages: FarStages, values: Float32) -> None:
-        """The far field after the sub-chunk, into the step."""
-        resident, step, run = self.resident, self.step, self.run
-        assert step.far_mz is not None
-        assert step.t_recent is not None
-        m = run.landmarks
-        old, new = self._by_group(resident.t_recent), self._by_group(step.t_recent)
-        if not run.folded:
-            new[...] = old
-            return
-        new[:, :, m:] = old[:, :, m:]
-        old, new = old[:, :, :m], new[:, :, :m]
-        weights, rescale = stages.weights, stages.rescale
-        moved = rescale != 1.0
-        if run.folded == 1:
-            np.multiply(weights[:, :, 0, :, None], values[:, None], out=new)
-            new += old * rescale[..., None] if moved.any() else old
-        else:
-            np.multiply(old, rescale[..., None], out=new)
-            add_values(weights.swapaxes(2, 3), values[:, None], new, self.scratch)
-        mz = self._by_group(step.far_mz)[..., :m]
-        mz[:, :, MZ_MAX] = stages.last
-        mz[:, :, MZ_TOTAL] *= rescale
-        mz[:, :, MZ_RECENT] *= rescale
-        mz[:, :, MZ_RECENT] += weights.sum(axis=2)
-        total = resident.t_total[self.heads, :m]
-        flat = rescale.reshape(-1, m)
-        if run.flushes:
-            mz[:, :, MZ_TOTAL] += mz[:, :, MZ_RECENT]
-            mz[:, :, MZ_RECENT] = 0.0
-            step.totals.append(((self.heads, slice(m)), total * flat[..., None] + new.reshape(total.shape)))
-            new[...] = 0.0
-        elif moved.any():
-            heads, marks = np.nonzero(flat != 1.0)
-            index = (heads + self.heads.start, marks)
-            step.totals.append((index, resident.t_total[index] * flat[heads, marks, None]))
+    def attend(self, q: Float32, out: Float32, products_first: bool) -> None:
+        """`fold`, and the task's part of `out (rows, nh, dv)` for `q (rows, nh, d)`.
 
-    def finish(self, q: Float32, out: Float32) -> None:
-        """The task's part of `out (rows, nh, dv)` for `q (rows, nh, d)`."""
+        The far field is many small operations, and threads that are all at them wait for each other's Python:
+        with `products_first` a long product comes before them.
+        """
         lanes = (self.count, self.hpg, self.run.rows)
         queries = self.scratch.take("queries", *lanes, q.shape[2])
         own = q[:, self.heads].reshape(self.run.rows, self.count, self.hpg, -1)
         np.multiply(own.transpose(1, 2, 0, 3), self.resident.geometry.scale32, out=queries)
-        plain, mark_bound = self._bounded(queries)
-        if self.stages is None:
-            far = None
-        else:
-            plain = plain and mark_bound + self.stages.last.max() <= SAFE_LOGIT and self.stages.one_scale()
-            far = self._far(self.stages, queries, plain)
         per_head = self.run.rows * self.window.columns
         h_step = min(self.hpg, max(1, BLOCK_LOGITS // per_head))
         g_step = max(1, BLOCK_LOGITS // (per_head * self.hpg)) if h_step == self.hpg else 1
-        for g in _slices(0, self.count, g_step):
-            for h in _slices(0, self.hpg, h_step):
-                if plain:
-                    self._plain_block(g, h, queries[g, h], far, out)
-                else:
-                    self._block(g, h, queries[g, h], far, out)
+        blocks = [(g, h) for g in _slices(0, self.count, g_step) for h in _slices(0, self.hpg, h_step)]
+        first = self._logits(blocks[0], queries) if products_first else None
+        self.fold()
+        plain, mark_bound = self._bounded(queries)
+        far = None
+        if self.stages is not None:
+            plain = plain and mark_bound + self.stages.last.max() <= SAFE_LOGIT and self.stages.one_scale()
+            far = self._far(self.stages, queries, plain)
+        block = self._plain_block if plain else self._block
+        for at in blocks:
+            block(at, self._logits(at, queries) if first is None else first, far, out)
+            first = None
 
     def _bounded(self, queries: Float32) -> tuple[bool, float]:
         """Whether near scores and those of the landmarks are sure to lie within `SAFE_LOGIT` of zero,
@@ -195,11 +167,12 @@ class Work:
         """Where groups `g` of the task lie in the planes."""
         return slice(self.groups.start + g.start, self.groups.start + g.stop)
 
-    def _logits(self, groups: slice, queries: Float32) -> Float32:
-        """Near logits of scaled `queries (g, h, i, d)`, hidden where a row does not look."""
-        logits = lanes_inside(self.scratch, "logits", queries.shape[:3], self.window.columns)
+    def _logits(self, at: Block, queries: Float32) -> Float32:
+        """Near logits of a block of scaled `queries (g, h, i, d)`, hidden where a row does not look."""
+        groups, part = self._planes(at[0]), queries[at]
+        logits = self.scratch.take("logits", *part.shape[:3], self.window.columns)
         own = self.step.k[:, groups].swapaxes(0, 1)
-        self.window.scores(joined(queries), self.resident.ring_k[groups], own, joined(logits))
+        self.window.scores(joined(part), self.resident.ring_k[groups], own, joined(logits))
         self.window.hide(logits)
         return logits
 
@@ -208,15 +181,14 @@ class Work:
         own, ring = self.step.v[:, groups].swapaxes(0, 1), self.resident.ring_v[groups]
         self.window.sum_values(joined(weights), ring, own, joined(numerator), self.scratch, fresh)
 
-    def _block(self, g: slice, h: slice, queries: Float32, far: FarGains | None, out: Float32) -> None:
-        """Outputs of the task's groups `g` and heads `h`, for scaled `queries (g, h, i, d)`."""
+    def _block(self, at: Block, weights: Float32, far: FarGains | None, out: Float32) -> None:
+        """Outputs of a block from its logits `weights (g, h, i, columns)`, which are overwritten."""
         window, scratch = self.window, self.scratch
-        groups, lanes = self._planes(g), queries.shape[:3]
-        weights = self._logits(groups, queries)
+        groups, lanes = self._planes(at[0]), weights.shape[:3]
         far_top = None
         if far is not None:
             assert far.top is not None
-            far_top = far.top[g, h]
+            far_top = far.top[at]
         top: Float32 | None = None
         if not _safe(weights, far_top):
             near_max = weights.max(axis=3)
@@ -227,39 +199,39 @@ class Work:
         mass = np.einsum("ghic->ghi", weights)
         if far is not None and far.mass is not None and far_top is not None:
             lift = np.exp(far_top if top is None else far_top - top)
-            mass += far.mass[g, h] * lift
+            mass += far.mass[at] * lift
             if far.evicted is not None:
-                window.put(weights, far.evicted[g, h] * lift[..., None])
+                window.put(weights, far.evicted[at] * lift[..., None])
         numerator = scratch.take("numerator", *lanes, out.shape[2])
         self._sum_values(groups, weights, numerator, True)
         if far is not None and far.numerator is not None:
-            numerator += far.numerator[g, h] * lift[..., None]
-        self._put_out(g, h, numerator, mass, out)
+            numerator += far.numerator[at] * lift[..., None]
+        self._put_out(at, numerator, mass, out)
 
-    def _plain_block(self, g: slice, h: slice, queries: Float32, far: FarGains | None, out: Float32) -> None:
+    def _plain_block(self, at: Block, weights: Float32, far: FarGains | None, out: Float32) -> None:
         """As `_block`, where no weight needs a scale."""
         window, scratch = self.window, self.scratch
-        groups, lanes = self._planes(g), queries.shape[:3]
-        weights = self._logits(groups, queries)
+        groups, lanes = self._planes(at[0]), weights.shape[:3]
         np.exp(weights, out=weights)
         if far is not None and far.evicted is not None:
-            window.put(weights, far.evicted[g, h], masked=True)
+            window.put(weights, far.evicted[at], masked=True)
         if is_whole():
             mass = np.matmul(joined(weights), _ones(window.columns)).reshape(lanes)
         else:
             mass = np.einsum("ghic->ghi", weights)
         if far is not None and far.mass is not None:
-            mass += far.mass[g, h]
+            mass += far.mass[at]
         fresh = far is None or far.numerator is None
         if far is None or far.numerator is None:
             numerator = scratch.take("numerator", *lanes, out.shape[2])
         else:
-            numerator = far.numerator[g, h]
+            numerator = far.numerator[at]
         self._sum_values(groups, weights, numerator, fresh)
-        self._put_out(g, h, numerator, mass, out)
+        self._put_out(at, numerator, mass, out)
 
-    def _put_out(self, g: slice, h: slice, numerator: Float32, mass: Float32, out: Float32) -> None:
-        """The outputs of groups `g` and heads `h` to where they lie."""
+    def _put_out(self, at: Block, numerator: Float32, mass: Float32, out: Float32) -> None:
+        """The outputs of a block to where they lie."""
+        g, h = at
         lanes = mass.shape
         np.maximum(mass, np.float32(MIN_DENOMINATOR), out=mass)
         first = self.heads.start + g.start * self.hpg + h.start
@@ -278,15 +250,6 @@ def _safe(logits: Float32, far_top: Float32 | None) -> bool:
     if logits.max() > SAFE_LOGIT or (far_top is not None and far_top.max() > SAFE_LOGIT):
         return False
     return bool(logits[..., -logits.shape[2] :].max(axis=3).min() >= -SAFE_LOGIT)
-
-
-def lanes_inside(scratch: Scratch, name: str, lanes: tuple[int, ...], width: int) -> Float32:
-    """`(g, h, rows, width)`, where there are many lanes with neighbouring ones next to each other in
-    memory: BLAS writes such logits and reads such weights faster."""
-    groups, heads, rows = lanes
-    if heads * rows <= VECTOR_ROWS:
-        return scratch.take(name, groups, heads, rows, width)
-    return scratch.take(name, groups, width, heads, rows).transpose(0, 2, 3, 1)
 
 
 def joined(array: Float32) -> Float32:
