@@ -11,10 +11,12 @@ Dispatches go by their number in `Plan.dispatches`, barriers by theirs in `Plan.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from .kernels import KERNELS
+from .planes import STORES
 from .plans import SHADOW, Barrier, Dispatch, Plan, base_plane
 
 Usage = Literal["read", "read_write"]
@@ -30,7 +32,10 @@ class Conflict(NamedTuple):
 
 def conflicts(plan: Plan) -> list[Conflict]:
     """Every pair of dispatches that must be ordered, with the plane that says so."""
-    access = [_access(d) for d in plan.dispatches]
+    return _conflicts([_access(d) for d in plan.dispatches])
+
+
+def _conflicts(access: Sequence[Mapping[str, Usage]]) -> list[Conflict]:
     found = []
     for second in range(len(access)):
         for first in range(second):
@@ -64,7 +69,7 @@ def without_barrier(plan: Plan, number: int) -> Plan:
 
 
 def implied(plan: Plan) -> list[tuple[str, ...]]:
-    """For each dispatch the planes that make wgpu wait before it.
+    """For each dispatch the planes, or stores, whose buffers make wgpu wait before it.
 
     A buffer's first use needs nothing within a submit. After that wgpu waits wherever the usage
     changes, and wherever a buffer that was bound to be written is bound so again.
@@ -72,9 +77,9 @@ def implied(plan: Plan) -> list[tuple[str, ...]]:
     last: dict[str, Usage] = {}
     found = []
     for dispatch in plan.dispatches:
-        access = _access(dispatch)
+        access = _buffer_access(dispatch, plan)
         found.append(
-            tuple(p for p, use in access.items() if p in last and (use != last[p] or use == "read_write"))
+            tuple(b for b, use in access.items() if b in last and (use != last[b] or use == "read_write"))
         )
         last.update(access)
     return found
@@ -114,12 +119,13 @@ def _barrier_problems(plan: Plan, found: list[Conflict]) -> list[str]:
 
 def _implied_problems(plan: Plan, found: list[Conflict]) -> list[str]:
     waits = implied(plan)
-    access = [_access(d) for d in plan.dispatches]
+    access = [_buffer_access(d, plan) for d in plan.dispatches]
     stage = _stage_numbers(plan)
     problems = []
     for c in found:
-        if not any(c.plane in waits[d] for d in range(c.first + 1, c.second + 1)):
+        if not any(buffer_of(c.plane, plan) in waits[d] for d in range(c.first + 1, c.second + 1)):
             problems.append(f"wgpu orders nothing between {c.first} and {c.second} for {c.plane}")
+    found = _conflicts(access)
     # Neighbours on a plane, no third use in between, are what wgpu's tracker sees.
     edges = {
         (c.second, c.plane)
@@ -132,7 +138,7 @@ def _implied_problems(plan: Plan, found: list[Conflict]) -> list[str]:
         problems.append(f"only {who} for a wait before {_label(plan, d)} on {plane}")
     for b, barrier in enumerate(plan.barriers):
         after = next((d for d in range(len(stage)) if stage[d] > b), None)
-        unmet = set(barrier.planes) - set(waits[after] if after is not None else ())
+        unmet = {buffer_of(p, plan) for p in barrier.planes} - set(waits[after] if after is not None else ())
         if unmet or after is None:
             problems.append(f"wgpu does not wait at barrier {b} for {sorted(unmet)}")
     return problems
@@ -149,14 +155,16 @@ def _table_problems(plan: Plan) -> list[str]:
             problems.append(f"{label} has parameters {list(params)}")
         elif dispatch.grid != kernel.grid(params):
             problems.append(f"{label} has grid {dispatch.grid}, the table says {kernel.grid(params)}")
-        for plane, times in Counter(dispatch.planes).items():
+        for plane, times in Counter(plane for plane, _ in dispatch.uses()).items():
             if times > 1 and _access(dispatch)[plane] == "read_write":
                 problems.append(f"{label} binds {plane} {times} times and writes it")
-        for plane, binding in zip(dispatch.planes, kernel.bindings, strict=True):
+        for plane, writes in dispatch.uses():
             role = base_plane(plane).role
             shadow = plane.startswith(SHADOW)
-            if binding.access == "read_write":
-                if role in ("state", "archive") and not shadow and not plan.commit:
+            if writes:
+                # `moves` 0 tells a kernel that could move the state to leave it.
+                moves = plan.commit or params.get("moves") == 0
+                if role in ("state", "archive") and not shadow and not moves:
                     problems.append(f"{label} writes {plane}, though the state must stay")
             elif (role in ("scratch", "own") or shadow) and plane not in written:
                 problems.append(f"{label} reads {plane}, which nothing has written")
@@ -167,9 +175,30 @@ def _table_problems(plan: Plan) -> list[str]:
 def _access(dispatch: Dispatch) -> dict[str, Usage]:
     """Each plane the dispatch binds, and the stronger of its uses."""
     found: dict[str, Usage] = {}
-    for plane, binding in zip(dispatch.planes, KERNELS[dispatch.kernel].bindings, strict=True):
+    for plane, writes in dispatch.uses():
         if found.get(plane) != "read_write":
-            found[plane] = binding.access
+            found[plane] = "read_write" if writes else "read"
+    return found
+
+
+def buffer_of(plane: str, plan: Plan) -> str:
+    """The buffer that a plane lies in: its store's, where it has one, else its own. Shadows are stored
+    together only where a kernel of the plan wants them so."""
+    base = plane.removeprefix(SHADOW)
+    for store, planes in STORES.items():
+        name = plane.removesuffix(base) + store
+        if base in planes and (name == store or any(name in d.planes for d in plan.dispatches)):
+            return name
+    return plane
+
+
+def _buffer_access(dispatch: Dispatch, plan: Plan) -> dict[str, Usage]:
+    """`_access` as wgpu sees it, which knows buffers alone."""
+    found: dict[str, Usage] = {}
+    for plane, use in _access(dispatch).items():
+        buffer = buffer_of(plane, plan)
+        if found.get(buffer) != "read_write":
+            found[buffer] = use
     return found
 
 

@@ -14,22 +14,30 @@ from typing import Literal
 
 import numpy as np
 
-from .params import ARCHIVE_PARAMS, COPY_PARAMS, STAGE_PARAMS, Field, params_dtype
+from .params import ARCHIVE_PARAMS, COPY_PARAMS, FLASH_PARAMS, FUSED_PARAMS, STAGE_PARAMS, Field, params_dtype
 from .params import Params as Params
 from .params import stage_params as stage_params
-from .planes import FLUSH_ROWS, PANEL_ALIGN, PLANES, Element
+from .planes import FLUSH_ROWS, PANEL_ALIGN, PLANES, STORES, Element
+from .tiling import TILE_KEYS as TILE_KEYS
+from .tiling import TILE_ROWS
 
 Access = Literal["read", "read_write"]
 Grid = tuple[int, int, int]
+Constants = tuple[tuple[str, int], ...]
+"""Names of a shader's `override`s, and what they are."""
 
 
 @dataclass(frozen=True)
 class Binding:
-    """A kernel's storage binding; `element` is that of every plane that may be bound there."""
+    """A kernel's storage binding: a plane or a store; `element` is how the kernel takes it."""
 
     name: str
     access: Access
     element: Element
+
+
+def _no_constants(params: Params) -> Constants:
+    return ()
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,8 @@ class Kernel:
     grid: Callable[[Params], Grid]
     deviation: str
     features: tuple[str, ...] = ()
+    constants: Callable[[Params], Constants] = _no_constants
+    """Values of the shader's `override`s for some parameters: a pipeline for each."""
 
     @property
     def params_dtype(self) -> np.dtype:
@@ -57,11 +67,14 @@ class Kernel:
 
 
 def _bind(spec: str) -> tuple[Binding, ...]:
-    """Bindings from plane names; a trailing `!` marks what the kernel writes."""
+    """Bindings from names of planes or stores; a trailing `!` marks what the kernel writes, `:f32` before
+    it a plane of vec4s that it takes for floats."""
     found = []
     for word in spec.split():
-        name = word.rstrip("!")
-        found.append(Binding(name, "read_write" if word.endswith("!") else "read", PLANES[name].element))
+        name, _, element = word.rstrip("!").partition(":")
+        plane = PLANES.get(name) or PLANES[STORES[name][1]]
+        access: Access = "read_write" if word.endswith("!") else "read"
+        found.append(Binding(name, access, "f32" if element == "f32" else plane.element))
     return tuple(found)
 
 
@@ -93,6 +106,14 @@ SUM_STRIDE = MERGE_LANES + 8
 MERGE_SUMS = 4 * SUM_STRIDE
 COMMIT_LANES, COMMIT_COLUMNS = 256, 2
 """A workgroup of `o1c_tok_commit`: lanes, and vec4s of the width."""
+EVICT_LANES, CHUNK_LANES = 256, 256
+"""Invocations of a workgroup of `o1c_fl_evict`, and of the chunk's others."""
+VALUE_QUADS = 32
+"""Vec4s of the value that a workgroup of a chunk sums; wider values take more workgroups."""
+FUSED_LANES, FUSED_LARGE, FUSED_SMALL = 128, 1088, 384
+"""A workgroup of `o1c_fu_read`: lanes, and words of its two arrays."""
+MOVE_LANES, MOVE_COLUMNS = 256, 8
+"""A workgroup of `o1c_fu_move`: lanes, and vec4s of the value."""
 
 _SINKS = "Sinks lie behind the ring in one plane, which frees two bindings. "
 _META = "`meta` is a reserved word of WGSL: `group_meta`, eight words a group instead of four. "
@@ -137,6 +158,17 @@ def _products(
         features=("shader-f16",),
     )
     return exact, fast
+
+
+def _fused(
+    name: str, spec: str, grid: Callable[[Params], Grid], lanes: int, shared_words: int, text: str,
+    thread: str, deviation: str,
+) -> Kernel:  # fmt: skip
+    """A half of a fused token, for whose widths a pipeline is made."""
+    return Kernel(
+        name, text, thread, _bind(spec), FUSED_PARAMS, (lanes, 1, 1), 4 * shared_words, grid, deviation,
+        constants=lambda p: (("D4", int(p["d"]) // 4), ("DV4", int(p["dv"]) // 4)),
+    )  # fmt: skip
 
 
 def _folded(lanes: float) -> tuple[int, int]:
@@ -329,6 +361,84 @@ KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
                 "Position and flags come from `tok_record`: only the lane that moves `group_meta` reads it. "
                 "Spread over the width instead of one workgroup a group. Mass and numerator in two levels.",
                 COMMIT_LANES,
+            ),
+            _fused(
+                "o1c_fu_read", "group_meta q ring k_tilde q_tilde mix far_mz fu_part!",
+                lambda p: (
+                    int(p["hpg"]) + int(p["outputs"]) * int(p["splits"]) * _up(p["hpg"], NEAR_HEADS),
+                    int(p["ng"]), 1,
+                ),
+                FUSED_LANES, FUSED_LARGE + FUSED_SMALL,
+                "First half of a token: the near part over each split of the window, the far part, and what "
+                "the second half needs to move the state. Reads the state alone.",
+                f"One workgroup a query head for the far part, one a (split, {NEAR_HEADS} heads of a group).",
+                "Near and far part in one dispatch, without the row's own key, whose loads would delay the "
+                "others. Splits are of slots, not of ages. Widths are compiled in.",
+            ),
+            _fused(
+                "o1c_fu_move", "group_meta! q k_rows v_rows fu_part ring! far! out:f32!",
+                lambda p: (_up(p["dv"] // 4, MOVE_COLUMNS), int(p["nh"]) + int(p["ng"]), 1),
+                MOVE_LANES, 3 * MOVE_LANES // MOVE_COLUMNS + 4 * (MOVE_LANES + 8),
+                "Second half of a token: the output from the splits, the far numerator and the row's own "
+                "key, and the state after the row.",
+                f"One workgroup a ({MOVE_COLUMNS} vec4s of the value, query head), one a group.",
+                "Merge and commit in one dispatch: what either writes the other does not read. Leaves out "
+                "the output or the state where `outputs` or `moves` says so.",
+            ),
+            *(
+                replace(kernel, params=FLASH_PARAMS)
+                for kernel in (
+                    _stage(
+                        "o1c_fl_evict", "group_meta ring_k q_tilde far_mz q k_tilde fl_rows!",
+                        lambda p: (_up(p["m"], 4), int(p["nh"]), 1), 2304,
+                        "Queries against the key landmarks, every key that the sub-chunk evicts against the "
+                        "query landmarks, and the far maximum and mass after each row.",
+                        "One workgroup four landmarks of a query head, lanes in four stripes of the width.",
+                        "`o1c_far_e` and `o1c_land` in one.",
+                        EVICT_LANES,
+                    ),
+                    _stage(
+                        "o1c_fl_near", "group_meta q ring_k ring_v k_rows v_rows fl_parts! fl_rows",
+                        lambda p: (
+                            _up(int(p["ng"]) * _up(int(p["hpg"]) * int(p["k"]), TILE_ROWS) * p["pair_tiles"],
+                                int(p["tiles"])),
+                            _up(p["dv"] // 4, VALUE_QUADS), 1,
+                        ),
+                        16 * 49 * 4,
+                        "Near part of every row over some tiles of keys: largest logit, mass, value sum.",
+                        "One workgroup a run of key tiles, for each 32 vec4s of the value.",
+                        "Logits stay in registers: no plane of scores. Binds `fl_rows`, which it does not "
+                        "read, so that wgpu's wait for it comes before and the far part runs beside this.",
+                        PRODUCT_LANES,
+                    ),
+                    _stage(
+                        "o1c_fl_far", "group_meta mix fl_rows fl_far!",
+                        lambda p: (_up(p["k"], 8), int(p["nh"]), 1), 1536,
+                        "The far part of every row at its own maximum: weights of the old numerator and of "
+                        "the rows evicted so far, and its mass.",
+                        "One workgroup eight rows of a query head, 32 lanes a row.",
+                        "Does not wait for the near part.",
+                        CHUNK_LANES,
+                    ),
+                    _stage(
+                        "o1c_fl_merge", "group_meta fl_far fl_parts t_hat ring_v out!",
+                        lambda p: (_up(p["dv"] // 4, VALUE_QUADS), _up(p["k"], 8), int(p["nh"])), 3328,
+                        "The output: near parts, far numerator, the rows evicted so far, over the "
+                        "denominator.",
+                        "One workgroup eight rows of a query head and 32 vec4s of the value.",
+                        "The far field joins here, at the row's own scale.",
+                        CHUNK_LANES,
+                    ),
+                    _stage(
+                        "o1c_fl_commit", "group_meta! k_rows v_rows fl_rows ring_k! ring_v! far_mz! t_hat!",
+                        lambda p: (_up(max(p["d"], p["dv"]) // 4, COMMIT_COLUMNS), int(p["ng"]), 1), 512,
+                        "The state after the sub-chunk: far field, ring, position.",
+                        f"One workgroup a ({COMMIT_COLUMNS} vec4s of the width, group).",
+                        "`o1c_far_commit`, `o1c_ring_commit` and `o1c_meta` in one: it keeps the evicted "
+                        "values in shared memory before it overwrites them.",
+                        CHUNK_LANES,
+                    ),
+                )
             ),
             replace(
                 _stage(

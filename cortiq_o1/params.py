@@ -10,6 +10,7 @@ import numpy as np
 
 from .geometry import Geometry
 from .planes import Sizes
+from .tiling import flash_cut
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,22 @@ _ARCHIVE_FIELDS = ("hpg", "m", "w", "ns", "d", "dv", "nh", "ng", "k", "r0")
 ARCHIVE_PARAMS: tuple[Field, ...] = (
     *(f for f in STAGE_PARAMS if f.name in _ARCHIVE_FIELDS),
     Field("archive", "u32", "evictions that the archive holds"),
+    Field("pad0", "u32", "unused"),
+)
+FUSED_PARAMS: tuple[Field, ...] = (
+    *(f for f in STAGE_PARAMS if f.name in ("hpg", "m", "w", "ns", "d", "dv", "nh", "ng")),
+    *(f for f in STAGE_PARAMS if f.name in ("r0", "rect", "scale")),
+    Field("splits", "u32", "tiles of a group's window, a workgroup each"),
+    Field("outputs", "u32", "1 where the output is wanted"),
+    Field("moves", "u32", "1 where the state moves"),
+    Field("pad0", "u32", "unused"),
+    Field("pad1", "u32", "unused"),
+)
+FLASH_PARAMS: tuple[Field, ...] = (
+    *(f for f in STAGE_PARAMS if f.name in ("hpg", "m", "w", "ns", "d", "dv", "nh", "ng", "k", "r0", "kcap")),
+    *(f for f in STAGE_PARAMS if f.name in ("rect", "scale")),
+    Field("pair_tiles", "u32", "key tiles that a group's row tile has"),
+    Field("tiles", "u32", "key tiles of a workgroup"),
     Field("pad0", "u32", "unused"),
 )
 COPY_PARAMS: tuple[Field, ...] = (
@@ -87,3 +104,19 @@ def archive_params(geometry: Geometry, sizes: Sizes, k: int, r0: int) -> Params:
     stage = stage_params(geometry, sizes, k, r0)
     own: Params = {"archive": sizes.archive, "pad0": 0}
     return {f.name: own[f.name] if f.name in own else stage[f.name] for f in ARCHIVE_PARAMS}
+
+
+def fused_params(geometry: Geometry, sizes: Sizes, r0: int, outputs: bool, moves: bool) -> Params:
+    """The parameters of a fused token's kernels for row `r0` of a call."""
+    stage = stage_params(geometry, sizes, 1, r0)
+    own: Params = {"splits": sizes.fsplits, "outputs": outputs, "moves": moves, "pad0": 0, "pad1": 0}
+    own = {name: int(value) for name, value in own.items()}
+    return {f.name: own[f.name] if f.name in own else stage[f.name] for f in FUSED_PARAMS}
+
+
+def flash_params(geometry: Geometry, sizes: Sizes, k: int, r0: int, workgroups: int) -> Params:
+    """The parameters of a chunk without score planes, rows `r0 .. r0 + k` of a call."""
+    stage = stage_params(geometry, sizes, k, r0)
+    cut = flash_cut(geometry, k, workgroups)
+    own: Params = {"pair_tiles": cut.pair_tiles, "tiles": cut.tiles, "pad0": 0}
+    return {f.name: own[f.name] if f.name in own else stage[f.name] for f in FLASH_PARAMS}

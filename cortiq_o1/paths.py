@@ -8,15 +8,17 @@ from types import MappingProxyType
 from .errors import GeometryError
 from .geometry import Geometry
 from .kernels import KERNELS, MAX_GRID
-from .params import Params, archive_params, stage_params
-from .planes import MOVING_PLANES, PLANES, Sizes
+from .params import Params, archive_params, flash_params, fused_params, stage_params
+from .planes import MOVING_PLANES, PLANES, STORES, Sizes
 from .plans import SHADOW, Dispatch, frozen, plane_bytes
 
-# Each path in two parts: the outputs, and the state after them. `EVICT` names the kernel
-# that leaves in scratch what the commit needs.
+# Each path in two parts: the outputs, and the state after them, which "fused" has in one. `EVICT` names
+# the kernel that leaves in scratch what the commit needs.
 ATTEND: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        "fused": ("o1c_fu_read", "o1c_fu_move"),
         "token": ("o1c_tok_near", "o1c_tok_far", "o1c_tok_merge"),
+        "flash": ("o1c_fl_evict", "o1c_fl_near", "o1c_fl_far", "o1c_fl_merge"),
         "gemm": (
             "o1c_far_e", "o1c_gather", "o1c_pack", "o1c_land", "o1c_qk", "o1c_gmax", "o1c_far", "o1c_gsoft",
             "o1c_pv", "o1c_gadd",
@@ -28,11 +30,24 @@ ATTEND: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )  # fmt: skip
 _STAGES_COMMIT = ("o1c_far_commit", "o1c_ring_commit", "o1c_meta")
 COMMIT: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"token": ("o1c_tok_commit",), "gemm": _STAGES_COMMIT, "stages": _STAGES_COMMIT}
+    {
+        "fused": (),
+        "token": ("o1c_tok_commit",),
+        "flash": ("o1c_fl_commit",),
+        "gemm": _STAGES_COMMIT,
+        "stages": _STAGES_COMMIT,
+    }
 )
 EVICT: Mapping[str, str] = MappingProxyType(
-    {"token": "o1c_tok_far", "gemm": "o1c_far_e", "stages": "o1c_far_e"}
+    {
+        "fused": "o1c_fu_read",
+        "token": "o1c_tok_far",
+        "flash": "o1c_fl_evict",
+        "gemm": "o1c_far_e",
+        "stages": "o1c_far_e",
+    }
 )
+_FLASH = (*ATTEND["flash"], *COMMIT["flash"])
 ARCHIVE = "o1c_archive"
 """The kernel that archives what a committed sub-chunk evicts, on every path."""
 PATHS: tuple[str, ...] = ("auto", *ATTEND)
@@ -48,7 +63,7 @@ SCRATCH: Mapping[str, tuple[str, ...]] = MappingProxyType(
                 b.name
                 for kernel in (*kernels, *COMMIT[path])
                 for b in KERNELS[kernel].bindings
-                if PLANES[b.name].role in ("scratch", "own")
+                if b.name in PLANES and PLANES[b.name].role in ("scratch", "own")
             )
         )
         for path, kernels in ATTEND.items()
@@ -72,21 +87,33 @@ def make_dispatch(kernel: str, planes: Iterable[str], params: Params) -> Dispatc
 class Emitter:
     """Emits one sub-chunk after another on the state, or on its shadow.
 
-    `names`: planes bound in the place of others; `fast`: the products' float16 variants.
+    `workgroups`: see `planning.Limits`; `names`: planes bound in the place of others; `fast`: the products'
+    float16 variants.
     """
 
     def __init__(
-        self, geometry: Geometry, sizes: Sizes, fast: bool = False, names: Mapping[str, str] | None = None
+        self,
+        geometry: Geometry,
+        sizes: Sizes,
+        workgroups: int,
+        fast: bool = False,
+        names: Mapping[str, str] | None = None,
     ) -> None:
         self.geometry = geometry
         self.sizes = sizes
+        self.workgroups = workgroups
         self.fast = fast
         self.names = dict(names or {})
 
-    def emit(self, kernel: str, k: int, r0: int) -> Dispatch:
-        """A kernel of a sub-chunk of `k` rows from `r0` on."""
+    def emit(self, kernel: str, k: int, r0: int, outputs: bool = True, moves: bool = True) -> Dispatch:
+        """A kernel of a sub-chunk of `k` rows from `r0` on; `outputs` and `moves` tell those that both
+        attend and commit what is wanted of them."""
         if kernel == ARCHIVE:
             params = archive_params(self.geometry, self.sizes, k, r0)
+        elif kernel in ATTEND["fused"]:
+            params = fused_params(self.geometry, self.sizes, r0, outputs, moves)
+        elif kernel in _FLASH:
+            params = flash_params(self.geometry, self.sizes, k, r0, self.workgroups)
         else:
             splits = self.sizes.splits if kernel.startswith("o1c_tok") else self.sizes.psplits
             params = stage_params(self.geometry, self.sizes, k, r0, splits)
@@ -106,21 +133,21 @@ class Emitter:
         for name in MOVING_PLANES:
             yield self.copy(name, SHADOW + name)
             self.names[name] = SHADOW + name
+        for store in STORES:
+            self.names[store] = SHADOW + store
 
-    def evict(self, path: str, k: int, r0: int) -> Iterator[Dispatch]:
-        """What `commit` needs where no outputs are wanted."""
-        yield self.emit(EVICT[path], k, r0)
-
-    def attend(self, path: str, k: int, r0: int) -> Iterator[Dispatch]:
-        """The outputs of a sub-chunk."""
-        for kernel in ATTEND[path]:
-            yield self.emit(kernel, k, r0)
-
-    def archive(self, k: int, r0: int) -> Iterator[Dispatch]:
-        """What a sub-chunk is about to evict, into the archive: before `commit`, which overwrites it."""
-        yield self.emit(ARCHIVE, k, r0)
-
-    def commit(self, path: str, k: int, r0: int) -> Iterator[Dispatch]:
-        """The state after a sub-chunk."""
-        for kernel in COMMIT[path]:
-            yield self.emit(kernel, k, r0)
+    def sub_chunk(
+        self, path: str, k: int, r0: int, outputs: bool = True, moves: bool = True, archive: bool = False
+    ) -> Iterator[Dispatch]:
+        """The outputs of a sub-chunk, the state after it, or both; what it evicts goes to the archive before
+        the commit overwrites it."""
+        kernels: list[str] = []
+        if path == "fused":
+            first, second = ATTEND[path]
+            kernels = [first, *([ARCHIVE] if archive else []), second]
+        else:
+            kernels += ATTEND[path] if outputs else [EVICT[path]]
+            kernels += [ARCHIVE] if archive else []
+            kernels += COMMIT[path] if moves else []
+        for kernel in kernels:
+            yield self.emit(kernel, k, r0, outputs, moves)

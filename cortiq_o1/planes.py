@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from .geometry import Geometry
+from .tiling import flash_slots, fused_splits, fused_words
 
 Element = Literal["f32", "u32", "vec4<f32>", "vec4<u32>"]
 # state: a layer's own; rows: a call's input and output; pending: rows of an uncommitted call;
@@ -56,6 +57,11 @@ TR_MAX, TR_FAR, TR_HAVE, TR_EVICTED, TR_SLOT, TR_FOLDS, TR_FLUSHES, TR_EVICTS, T
 """Words of a head's record in `tok_record` before its sections of `m`."""
 TS_GAIN, TS_MAX, TS_RESCALE, TS_WEIGHT, TS_SECTIONS = range(5)
 """Sections of a head's record in `tok_record`."""
+FR_LEN, FR_HEAD, FR_WINDOW, FR_FIRST, FR_END, FR_LANDMARKS, FR_FLUSHES, _, FR_WORDS = range(9)
+"""Words of a group's record in `fl_rows`."""
+FF_MAX, FF_MASS, FF_HAVE = range(3)
+FF_GAINS, FF_WEIGHTS, FF_WORDS = 4, 68, 132
+"""Words of a row in `fl_far`; from `FF_GAINS` and `FF_WEIGHTS` on 64 each."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,10 @@ class Sizes:
     part: int
     record: int
     archive: int
+    fsplits: int
+    fused: int
+    flash: int
+    fslots: int
 
     @classmethod
     def of(
@@ -110,6 +120,10 @@ class Sizes:
             part=TP_WORDS + geometry.value_dim,
             record=TR_WORDS + TS_SECTIONS * geometry.landmarks,
             archive=archive,
+            fsplits=fused_splits(geometry),
+            fused=fused_words(geometry),
+            flash=6 * geometry.num_heads * geometry.landmarks * kcap + FR_WORDS * geometry.num_kv_heads,
+            fslots=flash_slots(geometry, kcap, workgroups),
         )
 
 
@@ -230,9 +244,64 @@ PLANES: MappingProxyType[str, Plane] = MappingProxyType(
                 "landmark in use the old numerator's gain, the far maximum after the row, exp(maximum before "
                 "- that), the folded row's weight.",
             ),
+            _plane(
+                "fl_rows", "f32", "flash", "own",
+                "`far_rows` of a chunk without score planes; behind it eight words a group, of what the "
+                "commit must know of `group_meta`, and the landmark logits `kcap nh m`.",
+            ),
+            _plane(
+                "fl_far", "f32", f"kcap nh {FF_WORDS}", "own",
+                "The far part of a row at the scale of its own maximum: that maximum, its mass, 1 where it "
+                "counts, an unused word, weights of the numerator before, those of the rows evicted so far.",
+            ),
+            _plane(
+                "fl_parts", _V4, "fslots kcap nh part", "scratch",
+                "A row's largest logit over some tiles of keys, its mass at that scale, two unused words, "
+                "its value sum.",
+            ),
+            _plane(
+                "fu_part", _V4, "nh fused", "own",
+                "For each of a head's splits of the window its largest logit and mass at that scale, in four "
+                "words, and its value sum. Then the far part's record, see shaders/shared/fused.wgsl.",
+            ),
         )
     }
 )  # fmt: skip
+STORES: MappingProxyType[str, tuple[str, str]] = MappingProxyType(
+    {"ring": ("ring_k", "ring_v"), "far": ("far_mz", "t_hat")}
+)
+"""Two planes that may lie one behind the other in one buffer, so that a kernel can bind both as one."""
+STORE_ROWS = 16
+"""A store has room for a multiple of so many rows: a plane then begins on a multiple of 256 bytes."""
+
+
+def store_rows(store: str, ng: int, near: int, nh: int, m: int) -> int:
+    """Rows that each plane of a store has, of four floats at least: the keys and values of a ring's slots, or
+    masses and numerators of landmarks. A kernel finds the second plane by the length of the whole."""
+    return ng * near if store == "ring" else nh * m
+
+
+def store_room(rows: int) -> int:
+    """Rows that a store has room for."""
+    return -(-rows // STORE_ROWS) * STORE_ROWS
+
+
+def store_ranges(store: str, sizes: Sizes) -> dict[str, tuple[int, int]]:
+    """`(offset, bytes)` of each plane of a store, room included."""
+    rows = store_rows(store, sizes.ng, sizes.near, sizes.nh, sizes.m)
+    found, at = {}, 0
+    for name in STORES[store]:
+        nbytes = PLANES[name].nbytes(sizes) // rows * store_room(rows)
+        found[name] = (at, nbytes)
+        at += nbytes
+    return found
+
+
+def store_bytes(store: str, sizes: Sizes) -> int:
+    """Bytes of a whole store."""
+    return sum(nbytes for _, nbytes in store_ranges(store, sizes).values())
+
+
 STATE_PLANES: tuple[str, ...] = tuple(p.name for p in PLANES.values() if p.role == "state")
 PENDING_PLANES: tuple[str, ...] = tuple(p.name for p in PLANES.values() if p.role == "pending")
 ARCHIVE_PLANES: tuple[str, ...] = tuple(p.name for p in PLANES.values() if p.role == "archive")

@@ -13,13 +13,24 @@ from .arrays import as_index
 from .errors import ArgumentTypeError, GeometryError
 from .geometry import Geometry
 from .paths import KEPT_ROWS, PATHS, SCRATCH, Emitter
-from .planes import ARCHIVE_PLANES, MAX_LOOP_STEPS, MAX_PIECES, PLANES, SUB_ROWS, Sizes
-from .plans import SHADOW, Dispatch, Plan, base_plane, check_archive, plane_bytes, with_barriers
+from .planes import (
+    ARCHIVE_PLANES,
+    MAX_LOOP_STEPS,
+    MAX_PIECES,
+    PLANES,
+    STORES,
+    SUB_ROWS,
+    Sizes,
+    store_bytes,
+)
+from .plans import SHADOW, Dispatch, Plan, base_plane, check_archive, members, plane_bytes, with_barriers
+from .tiling import FUSED_WIDTH
 
 BLOCK_ROWS = 256
 """Rows of one submit: bounds the time a device is busy without an answer, and the row planes."""
-GEMM_ROWS = 16
-"""Rows from which a sub-chunk's window is worth laying out for matrix products."""
+FLASH_ROWS, FEW_WORKGROUPS, FLASH_ROWS_OF_FEW = 2, 64, 16
+"""Rows from which a sub-chunk is worth the tiles of the path "flash", and those for a device that fewer
+workgroups than that keep busy: a software renderer, which has no lanes to waste."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +103,32 @@ def _fitting(geometry: Geometry, rows: int, path: str, limits: Limits) -> int:
     return chunk
 
 
+def fused_problem(geometry: Geometry, limits: Limits) -> str | None:
+    """Why the path "fused" cannot serve a geometry on a device, None if it can."""
+    for field, width in (("head_dim", geometry.head_dim), ("value_dim", geometry.value_dim or 0)):
+        if width > FUSED_WIDTH:
+            return f"{field}: {width}, expected at most {FUSED_WIDTH}"
+    sizes = Sizes.of(geometry)
+    for name in (*STORES, "fu_part"):
+        nbytes = store_bytes(name, sizes) if name in STORES else plane_bytes(name, sizes)
+        if nbytes > limits.binding_bytes:
+            return (
+                f"{' and '.join(members(name))}: {nbytes} bytes together, the device binds at most "
+                f"{limits.binding_bytes}; lower window or num_heads"
+            )
+    return None
+
+
+def serves(path: str, geometry: Geometry, limits: Limits) -> bool:
+    """Whether a path takes a geometry on a device; where scratch is short it may still raise."""
+    return path != "fused" or fused_problem(geometry, limits) is None
+
+
+def flash_rows(limits: Limits) -> int:
+    """Rows from which "auto" takes the path "flash" for a sub-chunk."""
+    return FLASH_ROWS if limits.workgroups >= FEW_WORKGROUPS else FLASH_ROWS_OF_FEW
+
+
 def chunk_rows(geometry: Geometry, rows: int, path: str, limits: Limits) -> int:
     """Rows of a sub-chunk: each needs a ring slot of its own in every group, a lane of `o1c_far_e`,
     and room in the scratch planes.
@@ -100,9 +137,14 @@ def chunk_rows(geometry: Geometry, rows: int, path: str, limits: Limits) -> int:
     """
     check_state_fits(geometry, limits)
     most = min(SUB_ROWS, geometry.min_window, rows)
+    if path == "fused":
+        problem = fused_problem(geometry, limits)
+        if problem:
+            raise GeometryError(f"path {path!r} cannot serve: {problem}")
+        return 1
     if path == "token" or most == 1 == rows:
         return 1
-    if path == "gemm":
+    if path in ("flash", "gemm"):
         chunk = _fitting(geometry, most, path, limits)
         if not chunk:
             sizes = Sizes.of(geometry, rows, 1, limits.workgroups)
@@ -113,10 +155,10 @@ def chunk_rows(geometry: Geometry, rows: int, path: str, limits: Limits) -> int:
                 raise GeometryError(f"path {path!r} cannot serve: {error}") from None
         return chunk
     chunk = _fitting(geometry, most, "stages", limits)
-    if path == "auto" and chunk >= GEMM_ROWS:
-        gemm = _fitting(geometry, chunk, "gemm", limits)
-        # A plan has one length of sub-chunk, and its last one may be too short for products.
-        return gemm if gemm >= GEMM_ROWS else chunk
+    if path == "auto" and chunk >= flash_rows(limits):
+        flash = _fitting(geometry, chunk, "flash", limits)
+        # A plan has one length of sub-chunk, and its last one may be too short for tiles.
+        return flash if flash >= flash_rows(limits) else chunk
     return chunk
 
 
@@ -125,9 +167,9 @@ def path_of(k: int, path: str, geometry: Geometry, chunk: int, limits: Limits) -
     if path != "auto":
         return path
     if k == 1:
-        return "token"
-    fits = _fitting(geometry, chunk, "gemm", limits) == chunk
-    return "gemm" if k >= GEMM_ROWS and fits else "stages"
+        return "token" if fused_problem(geometry, limits) else "fused"
+    fits = _fitting(geometry, chunk, "flash", limits) == chunk
+    return "flash" if k >= flash_rows(limits) and fits else "stages"
 
 
 @lru_cache(maxsize=256)
@@ -176,7 +218,7 @@ def _plan(
 ) -> Plan:
     sizes = _checked_sizes(geometry, rows, path, limits, archive)
     chunk = sizes.kcap
-    emit = Emitter(geometry, sizes, fast)
+    emit = Emitter(geometry, sizes, limits.workgroups, fast)
     found: list[Dispatch] = []
     if not commit:
         # A later commit needs the rows; the caller's buffers may be gone by then.
@@ -185,12 +227,9 @@ def _plan(
             found += emit.fork()
     for r0, k in sub_chunks(rows, chunk):
         taken = path_of(k, path, geometry, chunk, limits)
-        found += emit.attend(taken, k, r0)
         # Without a commit the last sub-chunk's state is nobody's.
-        if commit or r0 + k < rows:
-            if commit and archive:
-                found += emit.archive(k, r0)
-            found += emit.commit(taken, k, r0)
+        moves = commit or r0 + k < rows
+        found += emit.sub_chunk(taken, k, r0, True, moves, commit and archive > 0)
     return _build(geometry, rows, commit, path, limits, sizes, archive, found)
 
 
@@ -203,14 +242,11 @@ def commit_plan(
     archive = check_archive(archive)
     sizes = _checked_sizes(geometry, rows, path, limits, archive)
     chunk = sizes.kcap
-    emit = Emitter(geometry, sizes, names=KEPT_ROWS)
+    emit = Emitter(geometry, sizes, limits.workgroups, names=KEPT_ROWS)
     found: list[Dispatch] = []
     for r0, k in sub_chunks(rows, chunk):
         taken = path_of(k, path, geometry, chunk, limits)
-        found += emit.evict(taken, k, r0)
-        if archive:
-            found += emit.archive(k, r0)
-        found += emit.commit(taken, k, r0)
+        found += emit.sub_chunk(taken, k, r0, False, True, archive > 0)
     return _build(geometry, rows, True, path, limits, sizes, archive, found)
 
 
@@ -229,8 +265,9 @@ def plan(
         geometry: the layer's sizes.
         rows: rows of the call, at least 1.
         commit: whether the state moves over the rows.
-        path: "token" (a row at a time in few dispatches), "gemm" (matrix products over the window),
-            "stages", or "auto": each sub-chunk takes the one that suits its rows.
+        path: "fused" (a row at a time in two dispatches), "token" (in four), "flash" (chunks in tiles,
+            without planes of scores), "gemm" (matrix products over the window), "stages", or "auto": each
+            sub-chunk takes the one that suits its rows.
         limits: what the device grants; WebGPU's default limits if None.
         precision: "exact", or "fast" to round the products' operands to float16 where the device can.
         archive: evictions that the layer's archive holds, at least `planes.SUB_ROWS`; 0 where it has none.

@@ -13,7 +13,7 @@ from .errors import ArgumentError, CortiqError
 from .geometry import Geometry
 from .kernels import KERNELS, Grid
 from .params import Params
-from .planes import PLANES, SUB_ROWS, Plane, Sizes
+from .planes import PLANES, STORES, SUB_ROWS, Plane, Sizes
 
 FORMAT, VERSION = "cortiq-o1-plan", 1
 SHADOW = "shadow."
@@ -22,7 +22,8 @@ SHADOW = "shadow."
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One kernel over a grid of workgroups; `planes` follow the order of the kernel's bindings."""
+    """One kernel over a grid of workgroups; `planes` follow the order of the kernel's bindings, and a name
+    of `planes.STORES` stands for both its planes in one buffer."""
 
     kernel: str
     planes: tuple[str, ...]
@@ -30,9 +31,10 @@ class Dispatch:
     params: tuple[tuple[str, int | float], ...]
 
     def uses(self) -> Iterator[tuple[str, bool]]:
-        """Each bound plane, and whether the kernel may write it."""
-        for plane, binding in zip(self.planes, KERNELS[self.kernel].bindings, strict=True):
-            yield plane, binding.access == "read_write"
+        """Each bound plane, both of a store, and whether the kernel may write it."""
+        for name, binding in zip(self.planes, KERNELS[self.kernel].bindings, strict=True):
+            for plane in members(name):
+                yield plane, binding.access == "read_write"
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Plan:
     @cached_property
     def planes(self) -> dict[str, int]:
         """Every plane the plan binds and its size in bytes, a multiple of 16."""
-        names = dict.fromkeys(name for d in self.dispatches for name in d.planes)
+        names = dict.fromkeys(plane for d in self.dispatches for plane, _ in d.uses())
         return {name: plane_bytes(name, self.sizes) for name in names}
 
     def stages(self) -> list[list[Dispatch]]:
@@ -159,7 +161,8 @@ class Plan:
 
 
 def _plane_name(name: str) -> str:
-    base_plane(name)
+    for plane in members(name):
+        base_plane(plane)
     return name
 
 
@@ -193,6 +196,18 @@ def check_archive(archive: int) -> int:
 def base_plane(name: str) -> Plane:
     """The declaration of a plane, also of its shadow."""
     return PLANES[name.removeprefix(SHADOW)]
+
+
+def is_store(name: str) -> bool:
+    """Whether a name that a dispatch binds is a store's, or a store's shadow's."""
+    return name.removeprefix(SHADOW) in STORES
+
+
+def members(name: str) -> tuple[str, ...]:
+    """The planes of a store, also of its shadow; of a plane itself."""
+    base = name.removeprefix(SHADOW)
+    prefix = name.removesuffix(base)
+    return tuple(prefix + plane for plane in STORES.get(base, (base,)))
 
 
 def plane_bytes(name: str, sizes: Sizes) -> int:

@@ -7,10 +7,18 @@ from pathlib import Path
 
 from cortiq_o1.geometry import Geometry
 from cortiq_o1.kernels import KERNELS, Grid, Kernel
-from cortiq_o1.params import ARCHIVE_PARAMS, COPY_PARAMS, STAGE_PARAMS, Field, params_dtype
+from cortiq_o1.params import (
+    ARCHIVE_PARAMS,
+    COPY_PARAMS,
+    FLASH_PARAMS,
+    FUSED_PARAMS,
+    STAGE_PARAMS,
+    Field,
+    params_dtype,
+)
 from cortiq_o1.paths import ATTEND, COMMIT, Emitter
-from cortiq_o1.planes import META_WORDS, PLANES, Sizes
-from cortiq_o1.planning import BLOCK_ROWS, GEMM_ROWS
+from cortiq_o1.planes import META_WORDS, PLANES, STORE_ROWS, STORES, Sizes
+from cortiq_o1.planning import BLOCK_ROWS, FLASH_ROWS_OF_FEW, Limits
 
 TARGET = Path(__file__).parents[1] / "docs" / "kernels.md"
 EXAMPLE = Geometry(32, 8, 128)
@@ -36,10 +44,12 @@ The kernels answer to those of the same name in cortiq-engine (see `NOTICE`); ea
 deviates from its forerunner.
 """
 
-PATHS_TEXT = f"""A sub-chunk of one row takes the path "token", one of {GEMM_ROWS} rows and more "gemm" where
-its scratch fits, any other "stages"; `plan(..., path=...)` or `CORTIQ_O1_PATH` forces one. A row that is not
-committed leaves out the last column, a later commit runs the first kernel of a path and the last column.
-Where a layer has an archive, `o1c_archive` comes before the last column.
+PATHS_TEXT = f"""A sub-chunk of one row takes the path "fused", or "token" where that cannot
+serve; one of more rows, on a software renderer of {FLASH_ROWS_OF_FEW} and more, "flash" where its scratch
+fits; any other "stages". `plan(..., path=...)` or `CORTIQ_O1_PATH` forces one. A row that is not committed
+leaves out the last column, a later commit runs the first kernel of a path and the last column; "fused" runs
+both its kernels, told what to leave out. Where a layer has an archive, `o1c_archive` comes before the last
+column, or before the last kernel of "fused".
 
 ## Precision
 
@@ -86,12 +96,16 @@ def _paths() -> list[str]:
     return [*lines, "", PATHS_TEXT]
 
 
+def _stores() -> str:
+    return ", ".join(f"`{first}` and `{second}`" for first, second in STORES.values())
+
+
 def _example(kernel: Kernel) -> tuple[str, Grid]:
     """Rows of the example in words, and the kernel's grid for them."""
-    k = 1 if kernel.name in (*ATTEND["token"], *COMMIT["token"]) else EXAMPLE_ROWS
+    k = 1 if kernel.name in (*ATTEND["token"], *COMMIT["token"], *ATTEND["fused"]) else EXAMPLE_ROWS
     sizes = Sizes.of(EXAMPLE, k, k, archive=EXAMPLE_ARCHIVE)
     if kernel.params is not COPY_PARAMS:
-        params = dict(Emitter(EXAMPLE, sizes).emit(kernel.name, k, 0).params)
+        params = dict(Emitter(EXAMPLE, sizes, Limits().workgroups).emit(kernel.name, k, 0).params)
     else:
         params = {"count": PLANES["k_rows"].nbytes(sizes) // 16, "src_at": 0, "dst_at": 0, "pad0": 0}
     return f"{k} row" + ("s" if k > 1 else ""), kernel.grid(params)
@@ -104,9 +118,16 @@ def render() -> str:
         lines.append(
             f"| `{plane.name}` | {plane.role} | `{plane.element}` | `{_shape(plane.shape)}` | {plane.text} |"
         )
+    lines += [
+        "",
+        f"`ring` and `far` are stores: {_stores()}, one behind the other in one buffer, each with "
+        f"room for a multiple of {STORE_ROWS} rows.",
+    ]
     lines += ["", f"A row of `group_meta` has {META_WORDS} words: a batch of sequences is more groups.", ""]
     lines += ["## Parameters", ""]
     lines += _params_table("`Params` of the stages", STAGE_PARAMS)
+    lines += _params_table("`Params` of a fused token", FUSED_PARAMS)
+    lines += _params_table("`Params` of a chunk in tiles", FLASH_PARAMS)
     lines += _params_table("`Params` of `o1c_archive`", ARCHIVE_PARAMS)
     lines += _params_table("`Params` of `o1c_copy`", COPY_PARAMS)
     lines += _paths()

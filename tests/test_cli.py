@@ -154,7 +154,7 @@ def test_plain_output_in_an_ascii_terminal() -> None:
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-m", "cortiq_o1", "plan", "--preset", "qwen3-8b"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert "o1c_tok_far" in done.stdout
+    assert "o1c_fu_read" in done.stdout
     assert "\\" not in done.stdout
 
 
@@ -237,8 +237,8 @@ def test_plan_loses_nothing(run: Run, columns: int | None) -> None:
 
 
 def test_mermaid_draws_stages_and_dependences(run: Run) -> None:
-    code, out, err = run("plan", *SMALL, "--rows", "20", "--mermaid")
-    plan = o1.plan(o1.Geometry(4, 2, 8, window=16), 20)
+    code, out, err = run("plan", *SMALL, "--rows", "20", "--path", "stages", "--mermaid")
+    plan = o1.plan(o1.Geometry(4, 2, 8, window=16), 20, path="stages")
     assert (code, err) == (0, "")
     assert out == mermaid(plan)
     lines = out.splitlines()
@@ -501,7 +501,9 @@ def test_an_unknown_path_in_the_environment_is_wrong_usage(
     monkeypatch.setenv("CORTIQ_O1_PATH", "quick")
     code, out, err = run(*command)
     assert (code, out) == (2, "")
-    assert "CORTIQ_O1_PATH: 'quick', expected one of 'auto', 'token', 'gemm', 'stages'" in err
+    assert (
+        "CORTIQ_O1_PATH: 'quick', expected one of 'auto', 'fused', 'token', 'flash', 'gemm', 'stages'" in err
+    )
 
 
 def test_plan_takes_path_and_precision(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from cortiq_o1.cpu.executor import PlanEngine
 from cortiq_o1.engine import Accepted
 from cortiq_o1.gpu.executor import GpuEngine
 from cortiq_o1.gpu.residents import FIXED_PLANES
-from cortiq_o1.planes import ARCHIVE_PLANES, META_EVICTED, MOVING_PLANES, STATE_PLANES, SUB_ROWS
+from cortiq_o1.planes import ARCHIVE_PLANES, META_EVICTED, MOVING_PLANES, STATE_PLANES, STORES, SUB_ROWS
 from cortiq_o1.planning import BLOCK_ROWS, Limits
 
 
@@ -118,7 +118,7 @@ def test_forks_come_back_in_any_order(
     for fork, planes in zip(forks, kept, strict=True):
         assert_same_planes(everything(engine, fork), planes)
         assert all(fork.buffers[name] is resident.buffers[name] for name in FIXED_PLANES)
-        assert set(fork.buffers) == {*STATE_PLANES, *ARCHIVE_PLANES}
+        assert set(fork.buffers) == {*STATE_PLANES, *ARCHIVE_PLANES, *STORES}
     # A fork is a resident like any other, with a state of its own.
     before = everything(engine, resident)
     twin = loaded(engine, state, 64)

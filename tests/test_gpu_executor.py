@@ -21,7 +21,7 @@ from cortiq_o1.gpu import recording
 from cortiq_o1.gpu.adapters import find_dawn_adapters
 from cortiq_o1.gpu.buffers import COPY_DST, COPY_SRC, STORAGE
 from cortiq_o1.gpu.executor import GpuEngine
-from cortiq_o1.hazards import implied
+from cortiq_o1.hazards import buffer_of, implied
 from cortiq_o1.paths import PATHS
 from cortiq_o1.planning import BLOCK_ROWS, commit_plan, plan
 
@@ -221,7 +221,9 @@ def test_the_bindings_imply_the_plans_barriers(
         last: dict[int, str] = {}
         for step, expected in zip(steps, implied(todo), strict=True):
             waits = {
-                b.plane for b in step.bound if b.buffer in last and "read_write" in (last[b.buffer], b.access)
+                buffer_of(b.plane, todo)
+                for b in step.bound
+                if b.buffer in last and "read_write" in (last[b.buffer], b.access)
             }
             assert waits == set(expected), step.kernel
             last.update({b.buffer: b.access for b in step.bound})

@@ -234,7 +234,7 @@ def test_no_room_names_the_plane_and_leaves_the_layer(
     other = o1.Geometry(
         num_heads=4, num_kv_heads=2, head_dim=16, value_dim=12, window=24, sinks=3, landmarks=8
     )
-    with pytest.raises(o1.DeviceMemoryError, match=r"buffer of group_meta, \d+ bytes: out of memory"):
+    with pytest.raises(o1.DeviceMemoryError, match=r"buffer of ring, \d+ bytes: out of memory"):
         gpu.load(o1.LayerState(other, SealOptions(), 0, planes=empty_planes(other)))
     with pytest.raises(o1.DeviceMemoryError, match=r"buffer of spec_[qk], \d+ bytes"):
         layer.attend(*random_rows(rng, 24, GEOMETRY), commit=False)

@@ -22,6 +22,7 @@ from cortiq_o1.planning import (
     chunk_rows,
     commit_plan,
     plan,
+    serves,
     sub_chunks,
 )
 from cortiq_o1.plans import Barrier, Dispatch, Plan, plane_bytes
@@ -44,7 +45,7 @@ def all_plans(geometry: Geometry, rows: int, path: str = "auto", archive: int = 
     ]
 
 
-LONGEST = {"auto": 144, "stages": 130, "gemm": 130, "token": 9}
+LONGEST = {"auto": 144, "stages": 130, "gemm": 130, "flash": 130, "fused": 9, "token": 9}
 """Rows of the longest picked plan: pairs of dispatches are looked at one by one."""
 # Of auto's, 65 rows end in a sub-chunk of one row, 71 in one of seven, 144 in one of sixteen.
 PICKED = [
@@ -52,7 +53,7 @@ PICKED = [
     for name, geometry in GEOMETRIES.items()
     for path in PATHS
     for rows in (1, 2, 9, 65, 71, 130, 144)
-    if rows <= min(5 * geometry.min_window, LONGEST[path])
+    if rows <= min(5 * geometry.min_window, LONGEST[path]) and serves(path, geometry, Limits())
     for p, kind in zip(all_plans(geometry, rows, path), ("commit", "verify", "accept"), strict=True)
 ]
 
@@ -72,8 +73,9 @@ PICKED += [
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     geometry = draw(geometries(80))
-    path = draw(st.sampled_from(PATHS))
-    rows = draw(st.integers(1, 4 * min(SUB_ROWS, geometry.min_window) if path != "token" else 12))
+    path = draw(st.sampled_from([p for p in PATHS if serves(p, geometry, Limits())]))
+    a_row_at_a_time = path in ("fused", "token")
+    rows = draw(st.integers(1, 12 if a_row_at_a_time else 4 * min(SUB_ROWS, geometry.min_window)))
     archive = draw(st.sampled_from([0, SUB_ROWS, 99]))
     return draw(st.sampled_from(all_plans(geometry, rows, path, archive)))
 
@@ -144,8 +146,8 @@ def test_implied_of_one_row() -> None:
         "o1c_soft": {"scores", "row_head"},
         "o1c_sum": {"scores"},
         "o1c_add": {"sum_pieces", "row_head", "gains", "evict_weights"},
-        "o1c_far_commit": {"far_mz", "t_hat"},
-        "o1c_ring_commit": {"ring_k", "ring_v"},
+        "o1c_far_commit": {"far"},
+        "o1c_ring_commit": {"ring"},
         "o1c_meta": {"group_meta"},
     }
 
@@ -162,7 +164,30 @@ def test_near_and_far_of_one_row_do_not_wait_for_each_other(commit: bool) -> Non
     assert set(waits["o1c_tok_merge"]) == merge
     # group_meta, ring and far field turn from read to written; tok_record stays read.
     if commit:
-        assert set(waits["o1c_tok_commit"]) == {"group_meta", "ring_k", "ring_v", "far_mz", "t_hat"}
+        assert set(waits["o1c_tok_commit"]) == {"group_meta", "ring", "far"}
+
+
+@pytest.mark.parametrize("commit", [True, False])
+def test_near_and_far_of_a_chunk_do_not_wait_for_each_other(commit: bool) -> None:
+    p = plan(SMALL, 16, commit, path="flash")
+    (stage,) = (s for s in p.stages() if any(d.kernel == "o1c_fl_near" for d in s))
+    assert [d.kernel for d in stage] == ["o1c_fl_near", "o1c_fl_far"]
+    waits = dict(zip((d.kernel for d in p.dispatches), hazards.implied(p), strict=True))
+    # The near part binds what the far part waits for, and so waits for it first.
+    assert set(waits["o1c_fl_near"]) == {"fl_rows"}
+    assert not waits["o1c_fl_far"]
+    assert set(waits["o1c_fl_merge"]) == {"fl_far", "fl_parts"}
+
+
+@pytest.mark.parametrize("commit", [True, False])
+def test_a_fused_token_is_two_dispatches(commit: bool) -> None:
+    p = plan(SMALL, 1, commit, path="fused")
+    row = [d.kernel for d in p.dispatches if d.kernel != "o1c_copy"]
+    assert row == ["o1c_fu_read", "o1c_fu_move"]
+    waits = dict(zip((d.kernel for d in p.dispatches), hazards.implied(p), strict=True))
+    assert not waits["o1c_fu_read"]
+    assert set(waits["o1c_fu_move"]) == {"group_meta", "fu_part", "ring", "far"}
+    assert [dict(d.params)["moves"] for d in p.dispatches if d.kernel in row] == [int(commit)] * 2
 
 
 # The archive.
@@ -245,15 +270,14 @@ def test_a_plan_written_before_there_were_archives_still_loads() -> None:
 
 def test_auto_takes_each_sub_chunk_on_the_path_of_its_rows() -> None:
     geometry = GEOMETRIES["llama"]
-    for rows, expected in ((64 + 1, ["gemm", "token"]), (64 + 7, ["gemm", "stages"])):
-        marks = {"o1c_qk": "gemm", "o1c_score": "stages", "o1c_tok_near": "token"}
+    for rows, expected in ((64 + 1, ["flash", "fused"]), (64 + 7, ["flash", "flash"])):
+        marks = {"o1c_fl_near": "flash", "o1c_score": "stages", "o1c_fu_move": "fused"}
         for commit in (True, False):
             found = [marks[d.kernel] for d in plan(geometry, rows, commit).dispatches if d.kernel in marks]
             assert found == expected
         accept = {d.kernel for d in commit_plan(geometry, rows).dispatches}
-        assert accept & {"o1c_far_commit", "o1c_tok_commit"} == (
-            {"o1c_far_commit", "o1c_tok_commit"} if "token" in expected else {"o1c_far_commit"}
-        )
+        commits = {"flash": "o1c_fl_commit", "fused": "o1c_fu_move"}
+        assert accept & set(commits.values()) == {commits[path] for path in expected}
 
 
 def test_redundant_waits_are_the_reused_planes() -> None:
@@ -311,10 +335,9 @@ def test_sub_chunks(geometry: Geometry, rows: int) -> None:
     assert 1 <= p.chunk <= min(SUB_ROWS, geometry.min_window, rows)
     seen = [r for r0, k in sub_chunks(rows, p.chunk) for r in range(r0, r0 + k)]
     assert seen == list(range(rows))
-    last = ("o1c_add", "o1c_gadd", "o1c_tok_merge")
-    assert [(d["r0"], d["k"]) for d in (dict(s.params) for s in p.dispatches if s.kernel in last)] == list(
-        sub_chunks(rows, p.chunk)
-    )
+    last = ("o1c_add", "o1c_gadd", "o1c_tok_merge", "o1c_fu_move", "o1c_fl_merge")
+    found = [dict(s.params) for s in p.dispatches if s.kernel in last]
+    assert [(d["r0"], d.get("k", 1)) for d in found] == list(sub_chunks(rows, p.chunk))
 
 
 def test_scratch_that_does_not_fit_shortens_the_sub_chunk() -> None:

@@ -61,7 +61,7 @@ def follows(device: o1.Device, shape: tuple[int, ...]) -> None:
     state, rows, want = truth(shape)
     layer = device.load(state)
     # A row is a sub-chunk of the token path, so two of them do there.
-    first = 2 if device.path == "token" else 17
+    first = 2 if device.path in ("fused", "token") else 17
     out = [layer.attend(*part(rows, slice(first))), layer.attend(*part(rows, slice(first, first + 1)))]
     error, ratio = worst_error(want[: first + 1], np.concatenate(out))
     assert ratio <= 1.0, f"worst error {error:.2e}, {ratio:.2f} times its bound"
@@ -164,23 +164,31 @@ def kernels(p: Plan) -> set[str]:
 @pytest.mark.parametrize(
     ("rows", "window", "marks"),
     [
-        (1, 128, {"o1c_tok_near"}),
-        (2, 128, {"o1c_score"}),
-        (15, 128, {"o1c_score"}),
-        (16, 128, {"o1c_qk"}),
-        (64, 128, {"o1c_qk"}),
-        (65, 128, {"o1c_qk", "o1c_tok_near"}),
-        (71, 128, {"o1c_qk", "o1c_score"}),
-        (60, 15, {"o1c_score"}),
-        (61, 15, {"o1c_score", "o1c_tok_near"}),
-        (9, 1, {"o1c_tok_near"}),
+        (1, 128, {"o1c_fu_read"}),
+        (2, 128, {"o1c_fl_near"}),
+        (15, 128, {"o1c_fl_near"}),
+        (16, 128, {"o1c_fl_near"}),
+        (64, 128, {"o1c_fl_near"}),
+        (65, 128, {"o1c_fl_near", "o1c_fu_read"}),
+        (71, 128, {"o1c_fl_near"}),
+        (60, 15, {"o1c_fl_near"}),
+        (61, 15, {"o1c_fl_near", "o1c_fu_read"}),
+        (9, 1, {"o1c_fu_read"}),
     ],
 )
 def test_auto_picks_by_the_rows_of_a_sub_chunk(rows: int, window: int, marks: set[str]) -> None:
     geometry = o1.Geometry(4, 2, 32, window=window, landmarks=8)
-    known = {"o1c_tok_near", "o1c_score", "o1c_qk"}
+    known = {"o1c_fu_read", "o1c_tok_near", "o1c_score", "o1c_fl_near", "o1c_qk"}
     for commit in (True, False):
         assert kernels(o1.plan(geometry, rows, commit)) & known == marks
+
+
+@pytest.mark.parametrize(
+    ("rows", "marks"), [(1, {"o1c_fu_read"}), (2, {"o1c_score"}), (15, {"o1c_score"}), (16, {"o1c_fl_near"})]
+)
+def test_auto_goes_by_stages_for_a_few_rows_where_lanes_are_few(rows: int, marks: set[str]) -> None:
+    p = o1.plan(o1.Geometry(4, 2, 32, window=128, landmarks=8), rows, limits=o1.Limits(workgroups=4))
+    assert kernels(p) & {"o1c_fu_read", "o1c_score", "o1c_fl_near"} == marks
 
 
 def test_auto_goes_without_products_where_their_scratch_has_no_room() -> None:
@@ -227,7 +235,7 @@ def test_on_numpy_a_path_runs_the_twins(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_an_unknown_path_lists_those_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = "expected one of 'auto', 'token', 'gemm', 'stages'"
+    listed = "expected one of 'auto', 'fused', 'token', 'flash', 'gemm', 'stages'"
     with pytest.raises(o1.ArgumentError, match=f"path: 'fast', {listed}"):
         o1.open_device("cpu", "fast")
     with pytest.raises(o1.GeometryError, match=f"path: 'fast', {listed}"):
@@ -260,8 +268,8 @@ def test_fast_is_exact_where_there_is_nothing_to_round(gpu: o1.Device) -> None:
 
 def test_fast_plans_take_the_float16_products_alone() -> None:
     geometry = o1.Geometry(4, 2, 32, window=128, landmarks=8)
-    exact = o1.plan(geometry, 64, limits=CPU_LIMITS)
-    fast = o1.plan(geometry, 64, limits=CPU_LIMITS, precision="fast")
+    exact = o1.plan(geometry, 64, path="gemm", limits=CPU_LIMITS)
+    fast = o1.plan(geometry, 64, path="gemm", limits=CPU_LIMITS, precision="fast")
     assert kernels(fast) - kernels(exact) == {"o1c_qk_f16", "o1c_pv_f16"}
     assert kernels(exact) - kernels(fast) == {"o1c_qk", "o1c_pv"}
     assert o1.plan(geometry, 64, precision="fast") == o1.plan(geometry, 64)  # no float16 by default

@@ -115,7 +115,7 @@ def test_the_archive_takes_none_of_the_prompt(device: o1.Device, rng: np.random.
     [EVEN, UNEVEN, NARROW, LONG, o1.Geometry(32, 8, 128, window=2048), o1.Geometry(8, 1, 512, landmarks=64)],
     ids=["even", "uneven", "window-1", "long", "model-size", "widest"],
 )
-@pytest.mark.parametrize("path", ["auto", "token", "stages", "gemm"])
+@pytest.mark.parametrize("path", ["auto", "token", "flash", "stages", "gemm"])
 def test_what_a_device_does_at_a_time_is_bounded(geometry: o1.Geometry, path: str) -> None:
     """Whatever the prompt's length: a block's rows, a sub-chunk's, and an invocation's steps."""
     most = block_rows(geometry, Limits(), path)
@@ -123,11 +123,12 @@ def test_what_a_device_does_at_a_time_is_bounded(geometry: o1.Geometry, path: st
     for rows in {1, 17, most} & set(range(1, most + 1)):
         for dispatch in commit_plan(geometry, rows, path).dispatches:
             params = dict(dispatch.params)
-            assert params["r0"] + params["k"] <= rows
-            assert params["k"] <= SUB_ROWS
+            k = params.get("k", 1)  # "fused" has no other
+            assert params["r0"] + k <= rows
+            assert k <= SUB_ROWS
             # `o1c_far_e` dots one key and goes thrice over the rows, `o1c_tok_far` at most dots every
             # landmark and goes over the mixing matrix.
-            steps = 3 * params["k"] + params["d"] // 4
+            steps = 3 * k + params["d"] // 4
             if dispatch.kernel.startswith("o1c_tok"):
                 steps += params["m"] * (params["d"] // 4 + params["m"])
             assert steps <= MAX_LOOP_STEPS, dispatch

@@ -22,7 +22,13 @@ from cortiq_o1.kernels import KERNELS, LANES
 
 FOLDER = Path(__file__).resolve().parent.parent / "shaders"
 MAX_STORAGE_BUFFERS, MAX_SHARED_BYTES = 8, 16 << 10  # WebGPU's default limits
-SHADER_ONLY = {"EXP_FLOOR", "RECT_FM"}
+SHADER_ONLY = {
+    "EXP_FLOOR", "RECT_FM",
+    # How a fused token's lanes share its work, and where its shared memory has what.
+    "RECORD_WORDS", "ROW_LANES", "KEYS_ABREAST", "WIDE", "LOGIT_STRIDE", "WEIGHTS", "MARKS_ABREAST",
+    "MARK_STRIDE", "KEY_PARTS", "OWN", "NOTHING", "TILE_LANES", "TILE_STEP", "HALF", "SLOTS", "ROWS",
+    "STRIPES", "MAXIMA", "KEPT", "FOLDED", "SHARES", "MOVE_STRIPES", "SPLITS_AT_ONCE",
+}  # fmt: skip
 """Constants of the shaders that the host has no use for."""
 
 each_kernel = pytest.mark.parametrize("name", KERNELS)

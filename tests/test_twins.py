@@ -14,6 +14,7 @@ from support import Rows, geometries
 
 from cortiq_o1.cpu.executor import POISON, run_plan
 from cortiq_o1.cpu.twins import TWINS
+from cortiq_o1.cpu.twins_flash import far_rows
 from cortiq_o1.geometry import Geometry
 from cortiq_o1.kernels import KERNELS
 from cortiq_o1.paths import ATTEND, COMMIT, PATHS
@@ -224,7 +225,7 @@ def test_recent_sums_join_the_totals_each_4096_rows(path: str) -> None:
         n = sum(calls)
         got, end = run(planes, geometry, cut(rows, 0, n), calls, path=path)
         # A row that is a sub-chunk of its own joins alone; those after it are recent again.
-        later = n - 10 if path == "token" else 0
+        later = n - 10 if path in ("fused", "token") else 0
         sums = np.float32(2.0**26) + np.float32(FLUSH_ROWS + n - 10 - later)
         for name, total, recent in (("far_mz", MZ_TOTAL, MZ_RECENT), ("t_hat", T_TOTAL, T_RECENT)):
             assert (end[name][:, total] == sums).all()
@@ -281,7 +282,7 @@ def test_twins_write_only_what_is_theirs(path: str) -> None:
 
     def allowed(name: str, shape: tuple[int, ...], p: dict[str, Any], meta: Array) -> Array:
         mask = np.zeros(shape, bool)
-        k, r0, ns = p["k"], p["r0"], p["ns"]
+        k, r0, ns = p.get("k", 1), p["r0"], p["ns"]
         for g in range(p["ng"]):
             length, head, _, window = (int(x) for x in meta[g, :4])
             own, m, j0 = (
@@ -303,8 +304,17 @@ def test_twins_write_only_what_is_theirs(path: str) -> None:
                 mask[own, :k] = True
             elif name == "near_parts":
                 mask[:, own, :k] = True
-            elif name == "tok_part":
+            elif name in ("tok_part", "fu_part"):
                 mask[own] = True
+            elif name == "fl_rows":
+                found = far_rows(p, mask)
+                found.rows[:, own, :m, :k] = True
+                found.records[g] = True
+                found.land[:k, own, :m] = True
+            elif name == "fl_far":
+                mask[:k, own] = True
+            elif name == "fl_parts":
+                mask[:, :k, own] = True
             elif name == "tok_record":
                 mask[own, :TR_WORDS] = True
                 mask[own, TR_WORDS:].reshape(p["hpg"], TS_SECTIONS, p["m"])[:, :, :m] = True
@@ -326,8 +336,8 @@ def test_twins_write_only_what_is_theirs(path: str) -> None:
     meta = planes["group_meta"].copy()
     run(planes, geometry, stream(geometry, 40, seed=13), [30, 10], on_dispatch=hook, path=path)
     taken = ATTEND if path == "auto" else (path,)
-    # Of auto's sub-chunks, of 16 rows at most, the last ones have 14 and 10.
-    assert set(seen) == {k for p in taken if p != "token" or path == p for k in (*ATTEND[p], *COMMIT[p])}
+    taken = [p for p in taken if p == ("flash" if path == "auto" else path)]
+    assert set(seen) == {k for p in taken for k in (*ATTEND[p], *COMMIT[p])}
     assert all(seen.values())
 
 

@@ -19,6 +19,7 @@ from cortiq_o1.errors import ArgumentError, DeviceError, DeviceLostError
 from cortiq_o1.gpu.shaders import source as shader_source
 from cortiq_o1.kernels import KERNELS
 from cortiq_o1.planes import HD_FAR, HD_HAVE, HD_MAX, S_MASS
+from cortiq_o1.plans import is_store, members
 from cortiq_o1.verification import kernel_cases
 from cortiq_o1.verification.deviation import compare
 from cortiq_o1.verification.kernels import Step, check_step, trace
@@ -128,8 +129,10 @@ def traced(case: str) -> list[Step]:
 def honest(kernel: str, planes: Mapping[str, np.ndarray], params: Any, grid: Any) -> Planes:
     """An adapter that does exactly what the twins do."""
     own = {name: plane.copy() for name, plane in planes.items()}
-    TWINS[kernel](params, grid, *own.values())
-    return {b.name: own[b.name] for b in KERNELS[kernel].bindings if b.access == "read_write"}
+    bindings = KERNELS[kernel].bindings
+    bound = [tuple(own[m] for m in members(b.name)) if is_store(b.name) else own[b.name] for b in bindings]
+    TWINS[kernel](params, grid, *bound)
+    return {m: own[m] for b in bindings if b.access == "read_write" for m in members(b.name)}
 
 
 @pytest.mark.parametrize("case", kernel_cases.PICKED, ids=lambda c: c.name)
@@ -142,10 +145,11 @@ def test_the_twins_pass_their_own_check(case: kernel_cases.KernelCase) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1.0], ids=["nan", "infinite", "off"])
 def test_one_wrong_element_is_seen(kernel: str, value: float, rng: np.random.Generator) -> None:
-    cases = ("uncommitted", "uncommitted-gemm", "uncommitted-token", "float16-edges", "two-sub-chunks")
+    cases = ("uncommitted", "uncommitted-gemm", "uncommitted-token", "uncommitted-fused", "float16-edges")
+    cases += ("uncommitted-flash", "two-sub-chunks")
     step = next(s for case in cases for s in traced(case) if s.dispatch.kernel == kernel)
-    names = [b.name for b in KERNELS[kernel].bindings if b.access == "read_write"]
-    for name in names:
+    written = [b.name for b in KERNELS[kernel].bindings if b.access == "read_write"]
+    for name in (plane for binding in written for plane in members(binding)):
         at = int(rng.integers(step.after[name].size))
 
         def run(k: str, planes: Any, params: Any, grid: Any, name: str = name, at: int = at) -> Planes:
@@ -266,9 +270,9 @@ def test_verify_passes_on_numpy(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(t["layers"]["window-1"]["worst_ratio"] < 1 for t in report["targets"])
     assert [list(t["paths"]) for t in report["targets"]] == [
         ["direct"],
-        ["token", "gemm", "stages", "gemm, fast"],
+        ["fused", "token", "flash", "gemm", "stages", "gemm, fast"],
     ]
-    assert report["targets"][1]["layers"]["window-1"]["checks"] == 4
+    assert report["targets"][1]["layers"]["window-1"]["checks"] == 6
 
 
 def test_verify_of_one_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

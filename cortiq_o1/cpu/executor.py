@@ -15,7 +15,7 @@ from ..errors import ArgumentError, StateError
 from ..geometry import Geometry
 from ..planes import ARCHIVE_PLANES, MOVING_PLANES, PENDING_PLANES, PLANES, STATE_PLANES, Sizes
 from ..planning import Limits, block_rows, commit_plan, plan
-from ..plans import Dispatch, Plan, base_plane, check_archive
+from ..plans import Dispatch, Plan, base_plane, check_archive, is_store, members
 from .batches import joined, place, without
 from .logs import Joining, RowLog
 from .twins import TWINS
@@ -32,16 +32,17 @@ POISON = np.float32(1e37)
 
 def run_dispatch(dispatch: Dispatch, planes: Mapping[str, Array], on_dispatch: Hook | None = None) -> None:
     """Runs one dispatch; planes that its kernel only reads reach the twin read-only."""
-    before = {name: planes[name].copy() for name in dispatch.planes} if on_dispatch else {}
-    bound = []
-    for name, writes in dispatch.uses():
-        view = planes[name].view()
+    uses = dict(dispatch.uses())
+    before = {name: planes[name].copy() for name in uses} if on_dispatch else {}
+    views = {name: planes[name].view() for name in uses}
+    for name, writes in uses.items():
         if not writes:
-            view.flags.writeable = False
-        bound.append(view)
+            views[name].flags.writeable = False
+    # A store reaches the twin as its two planes.
+    bound = [tuple(views[m] for m in members(n)) if is_store(n) else views[n] for n in dispatch.planes]
     TWINS[dispatch.kernel](dict(dispatch.params), dispatch.grid, *bound)
     if on_dispatch:
-        on_dispatch(dispatch, before, {name: planes[name].copy() for name in dispatch.planes})
+        on_dispatch(dispatch, before, {name: planes[name].copy() for name in uses})
 
 
 def run_plan(

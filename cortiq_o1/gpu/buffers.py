@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,23 @@ SLOT = 256
 FIRST_SLOTS, MOST_SLOTS = 256, 16_384
 PIECE_BYTES = 32 << 20
 """Most bytes on their way to or from the host at a time: what is written waits in a staging copy."""
+
+
+class Part(NamedTuple):
+    """Some bytes of a buffer that are a plane's, as a whole buffer is another's."""
+
+    buffer: Any
+    offset: int
+    size: int
+
+
+Place = Any
+"""Where a plane is: a buffer, or a `Part` of one."""
+
+
+def span(place: Place) -> Part:
+    """The buffer, where in it the plane begins, and its bytes with the room behind them."""
+    return place if isinstance(place, Part) else Part(place, 0, place.size)
 
 
 class Memory:

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels import KERNELS
+from ..kernels import KERNELS, Constants
 from ..planning import Limits
 from . import shaders
 from .adapters import describe, device_limits
-from .buffers import PIECE_BYTES, Memory, Parameters, Pool, Readback, as_bytes
+from .buffers import PIECE_BYTES, Memory, Parameters, Place, Pool, Readback, as_bytes, span
 from .faults import translated
 
 Range = tuple[Any, int, int]
@@ -103,7 +103,7 @@ class Context:
         self.readback = Readback(self.memory)
         self.groups = BindGroups(device)
         self._fence = self.memory.create("fence", 16)
-        self._pipelines: dict[str, tuple[Any, Any]] = {}
+        self._pipelines: dict[tuple[str, Constants], tuple[Any, Any]] = {}
 
     @property
     def generation(self) -> tuple[int, int, int]:
@@ -114,20 +114,20 @@ class Context:
         """Context manager: what goes wrong inside is raised as a `DeviceError` naming the step."""
         return translated(self.device, self.label, step)
 
-    def pipeline(self, kernel: str) -> tuple[Any, Any]:
-        """A kernel's pipeline and its bind group layout, compiled on first use.
+    def pipeline(self, kernel: str, constants: Constants = ()) -> tuple[Any, Any]:
+        """A kernel's pipeline for values of its constants, and its bind group layout; compiled on first use.
 
         Raises:
             ShaderError: it does not compile; names kernel and adapter.
         """
-        found = self._pipelines.get(kernel)
+        found = self._pipelines.get((kernel, constants))
         if found is None:
-            found = self._pipelines[kernel] = self.build(kernel)
+            found = self._pipelines[kernel, constants] = self.build(kernel, constants)
         return found
 
-    def build(self, kernel: str, source: str | None = None) -> tuple[Any, Any]:
+    def build(self, kernel: str, constants: Constants = (), source: str | None = None) -> tuple[Any, Any]:
         """A pipeline of `source`, the kernel's own WGSL if None, kept by nobody."""
-        pipeline = shaders.compile(self.device, kernel, source)
+        pipeline = shaders.compile(self.device, kernel, source, constants)
         with self.translated(f"{kernel}: bind group layout"):
             return pipeline, pipeline.get_bind_group_layout(0)
 
@@ -175,30 +175,32 @@ class Context:
             with self.translated(step):
                 self.device.queue.write_buffer(buffer, 0, array)
 
-    def upload(self, pairs: Sequence[tuple[Any, np.ndarray]], step: str) -> None:
-        """Fills buffers from arrays in bounded pieces: what is written waits in staging memory."""
+    def upload(self, pairs: Sequence[tuple[Place, np.ndarray]], step: str) -> None:
+        """Fills planes from arrays in bounded pieces: what is written waits in staging memory."""
         waiting = 0
-        for buffer, array in pairs:
+        for place, array in pairs:
+            buffer, begin, _ = span(place)
             data = as_bytes(array)
             for at in range(0, len(data), PIECE_BYTES):
                 piece = data[at : at + PIECE_BYTES]
                 with self.translated(step):
-                    self.device.queue.write_buffer(buffer, at, piece)
+                    self.device.queue.write_buffer(buffer, begin + at, piece)
                 waiting += len(piece)
                 if waiting >= PIECE_BYTES:
                     self.flush(step)
                     waiting = 0
         self.flush(step)
 
-    def download(self, buffer: Any, array: np.ndarray, step: str, offset: int = 0) -> None:
-        """Fills an array from a buffer in bounded pieces, after everything submitted so far."""
+    def download(self, place: Place, array: np.ndarray, step: str) -> None:
+        """Fills an array from a plane in bounded pieces, after everything submitted so far."""
+        buffer, begin, _ = span(place)
         flat = array.reshape(-1).view(np.uint8)
         for at in range(0, flat.size, PIECE_BYTES):
             piece = flat[at : at + PIECE_BYTES]
             encoder = self.encoder(step)
             with self.translated(step):
                 target = self.readback.target(piece.size)
-                encoder.copy_buffer_to_buffer(buffer, offset + at, target, 0, piece.size)
+                encoder.copy_buffer_to_buffer(buffer, begin + at, target, 0, piece.size)
             self.submit(encoder, step)
             self.readback.take(piece, step)
 

@@ -22,7 +22,7 @@ from .isolated import run_isolated
 from .logs import Log
 from .measuring import copy_steps, profile_steps, random_steps, time_steps
 from .recording import INPUTS, Recorder, Step, blocks, check_lent, record, submit_steps
-from .residents import Buffers, Draft, Resident
+from .residents import Buffers, Draft, Resident, allocate
 from .timing import Clock, Profile, Stopwatch, Timing
 
 
@@ -56,9 +56,7 @@ class GpuEngine:
         with context.lock:
             context.groups.tidy()
             resident = Resident(geometry, {}, archive)
-            sizes = resident.sizes
-            for name in resident.planes:
-                resident.buffers[name] = context.memory.create(name, plane_bytes(name, sizes))
+            resident.buffers = allocate(context, resident.planes, resident.sizes)
             uploads = [(resident.buffers[name], planes[name]) for name in STATE_PLANES]
             context.upload(uploads, "upload of a state")
             return resident

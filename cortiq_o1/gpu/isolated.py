@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 from ..errors import ArgumentError, DeviceError
 from ..kernels import KERNELS, Grid, Params
+from ..planes import store_room, store_rows
+from ..plans import is_store, members
 from .buffers import COPY_DST, UNIFORM
 from .context import Context
 
@@ -47,7 +49,7 @@ def run_isolated(
         ShaderError: the kernel does not compile.
     """
     declared = KERNELS[kernel]
-    names = [b.name for b in declared.bindings]
+    names = [plane for b in declared.bindings for plane in members(b.name)]
     if set(planes) != set(names):
         raise ArgumentError(f"planes: {sorted(planes)}, expected {names} for {kernel}")
     if set(params) != {f.name for f in declared.params}:
@@ -55,20 +57,28 @@ def run_isolated(
             f"params: {sorted(params)}, expected {[f.name for f in declared.params]} for {kernel}"
         )
     values: Params = {f.name: params[f.name] for f in declared.params}
-    pipeline, layout = context.pipeline(kernel) if source is None else context.build(kernel, source)
+    constants = declared.constants(values)
+    pipeline, layout = (
+        context.pipeline(kernel, constants) if source is None else context.build(kernel, constants, source)
+    )
     guard = CANARY_BYTES if canary else 0
-    uploads, buffers, ranges = [], {}, []
+    uploads, ranges = [], []
+    where: dict[str, tuple[Any, int, int]] = {}
     packed = np.array([tuple(values.values())], declared.params_dtype)
     uniform = context.memory.create("params", packed.nbytes, UNIFORM | COPY_DST)
     uploads.append((uniform, packed))
     ranges.append((uniform, 0, packed.nbytes))
-    for name in names:
-        words = _words(name, planes[name])
-        padded = np.full((guard + max(16, -(-words.nbytes // 16) * 16) + guard) // 4, CANARY, np.uint32)
-        padded[guard // 4 : guard // 4 + words.size] = words
-        buffers[name] = context.memory.create(name, padded.nbytes)
-        uploads.append((buffers[name], padded))
-        ranges.append((buffers[name], guard, padded.nbytes - guard))
+    for binding in declared.bindings:
+        blocks, behind = _blocks(binding.name, planes, values, guard)
+        at = guard // 4
+        padded = np.full(at + sum(room for _, _, room in blocks) + guard // 4, CANARY, np.uint32)
+        buffer = context.memory.create(binding.name, padded.nbytes)
+        for name, words, room in blocks:
+            padded[at : at + words.size] = words
+            where[name] = (buffer, at, room)
+            at += room
+        uploads.append((buffer, padded))
+        ranges.append((buffer, guard, 4 * at - guard + behind))
     context.upload(uploads, f"{kernel}: upload")
     entries = [
         {"binding": i, "resource": {"buffer": b, "offset": offset, "size": size}}
@@ -85,20 +95,45 @@ def run_isolated(
     context.submit(encoder, kernel)
     found = {}
     for binding in declared.bindings:
-        after = np.empty(buffers[binding.name].size // 4, np.uint32)
-        context.download(buffers[binding.name], after, f"{kernel}: read of {binding.name}")
-        array = planes[binding.name]
-        first, last = guard // 4, guard // 4 + array.size
-        overrun = np.flatnonzero(np.concatenate([after[:first], after[last:]]) != CANARY)
-        if canary and overrun.size:
-            at = int(overrun[0])
-            where = (
-                f"{first - at} words before" if at < first else f"{at - first + 1} words behind the end of"
-            )
-            raise DeviceError(f"{kernel} on {context.label}: wrote {where} {binding.name}")
-        if binding.access == "read_write":
-            found[binding.name] = after[first:last].view(array.dtype).reshape(array.shape).copy()
+        for name in members(binding.name):
+            buffer, first, room = where[name]
+            planes_here = members(binding.name)
+            low = first - (guard // 4 if name == planes_here[0] else 0)
+            high = first + room + (guard // 4 if name == planes_here[-1] else 0)
+            after = np.empty(buffer.size // 4, np.uint32)
+            context.download(buffer, after, f"{kernel}: read of {name}")
+            array = planes[name]
+            last = first + array.size
+            if canary:
+                _check_canaries(f"{kernel} on {context.label}", name, after, (low, first), (last, high))
+            if binding.access == "read_write":
+                found[name] = after[first:last].view(array.dtype).reshape(array.shape).copy()
     return found
+
+
+def _blocks(
+    name: str, planes: Mapping[str, npt.NDArray[Any]], values: Params, guard: int
+) -> tuple[list[tuple[str, npt.NDArray[np.uint32], int]], int]:
+    """The planes of a binding one behind the other: name, words, and how many words have room; and how many
+    bytes behind them the binding sees."""
+    found = [(plane, _words(plane, planes[plane])) for plane in members(name)]
+    if not is_store(name):
+        return [(plane, words, max(4, -(-words.size // 4) * 4)) for plane, words in found], guard
+    near = int(values["w"]) + int(values["ns"])
+    rows = store_rows(name, int(values["ng"]), near, int(values["nh"]), int(values["m"]))
+    # No more: by its length the kernel knows where the second plane begins.
+    return [(plane, words, words.size // rows * store_room(rows)) for plane, words in found], 0
+
+
+def _check_canaries(
+    who: str, name: str, words: npt.NDArray[np.uint32], before: tuple[int, int], behind: tuple[int, int]
+) -> None:
+    for (begin, end), ahead in ((before, True), (behind, False)):
+        overrun = np.flatnonzero(words[begin:end] != CANARY)
+        if overrun.size:
+            at = int(overrun[0])
+            told = f"{end - begin - at} words before" if ahead else f"{at + 1} words behind the end of"
+            raise DeviceError(f"{who}: wrote {told} {name}")
 
 
 def _words(name: str, array: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:

@@ -11,15 +11,11 @@ from collections.abc import Iterable, Iterator
 from ..engine import Planes
 from ..errors import ArgumentError, StateError
 from ..geometry import Geometry
-from ..planes import MOVING_PLANES, OWN_PLANES, PLANES, STATE_PLANES, Sizes
+from ..planes import MOVING_PLANES, OWN_PLANES, PLANES, STATE_PLANES, STORES, Sizes, store_bytes
 from ..planning import check_state_fits
 from ..plans import SHADOW, plane_bytes
 from .context import Context
-from .residents import FIXED_PLANES, Buffers, Copy, Resident, copy
-
-
-def _new(context: Context, names: Iterable[str], sizes: Sizes) -> Buffers:
-    return {name: context.memory.create(name, plane_bytes(name, sizes)) for name in names}
+from .residents import FIXED_PLANES, Buffers, Copy, Resident, allocate, copy, parts
 
 
 def _whole(source: Resident, target: Buffers, names: Iterable[str]) -> list[Copy]:
@@ -36,7 +32,7 @@ def _sequence_bytes(geometry: Geometry, names: Iterable[str]) -> Iterator[tuple[
 
 def fork(context: Context, resident: Resident) -> Resident:
     """See `engine.Engine.fork`."""
-    own = _new(context, resident.moving, resident.sizes)
+    own = allocate(context, resident.moving, resident.sizes)
     shared = {name: resident.buffers[name] for name in FIXED_PLANES}
     copy(context, _whole(resident, own, resident.moving), "fork")
     resident.shares_fixed = True
@@ -52,9 +48,14 @@ def shadow(context: Context, resident: Resident, archive: bool) -> Resident:
     buffers = {
         name: resident.buffers[name] for name in (*FIXED_PLANES, *OWN_PLANES) if name in resident.buffers
     }
+    for store in STORES:
+        if store in resident.buffers:
+            nbytes = store_bytes(store, resident.sizes)
+            buffers |= parts(context.pool.get(SHADOW + store, SHADOW + store, nbytes), store, resident.sizes)
     for name in names:
-        nbytes = plane_bytes(name, resident.sizes)
-        buffers[name] = context.pool.get(SHADOW + name, SHADOW + name, nbytes)
+        if name not in buffers:
+            nbytes = plane_bytes(name, resident.sizes)
+            buffers[name] = context.pool.get(SHADOW + name, SHADOW + name, nbytes)
     copy(context, _whole(resident, buffers, names), "fork")
     return Resident(resident.geometry, buffers, resident.archive if archive else 0)
 
@@ -81,8 +82,10 @@ def replaced(context: Context, resident: Resident, planes: Planes) -> Resident:
     unknown = set(planes) - set(resident.planes)
     if unknown:
         raise ArgumentError(f"planes: {sorted(unknown)}, expected some of {resident.planes}")
-    new = _new(context, planes, resident.sizes)
+    beside = [other for pair in STORES.values() if not set(pair).isdisjoint(planes) for other in pair]
+    new = allocate(context, dict.fromkeys((*planes, *beside)), resident.sizes)
     context.upload([(new[name], array) for name, array in planes.items()], "upload of planes")
+    copy(context, _whole(resident, new, [name for name in beside if name not in planes]), "replace")
     shares_fixed = not set(FIXED_PLANES) <= set(new)
     resident.shares_fixed |= shares_fixed
     return Resident(resident.geometry, {**resident.buffers, **new}, resident.archive, shares_fixed)
@@ -106,21 +109,27 @@ def join(context: Context, resident: Resident | None, one: Resident, count: int)
     geometry = one.geometry.batch(count + 1)
     check_state_fits(geometry, context.limits)
     sizes = Sizes.of(geometry)
-    buffers: Buffers = {} if resident is None else dict(resident.buffers)
+    before: Buffers = {} if resident is None else resident.buffers
+    buffers = dict(before)
+    if any(name not in buffers or buffers[name].size < plane_bytes(name, sizes) for name in STATE_PLANES):
+        buffers |= allocate(context, STATE_PLANES, _roomy(context, one.geometry, count))
+    elif resident is not None and resident.shares_fixed:
+        buffers |= {name: context.memory.create(name, before[name].size) for name in FIXED_PLANES}
     copies: list[Copy] = []
     for name, nbytes in _sequence_bytes(one.geometry, STATE_PLANES):
-        need = plane_bytes(name, sizes)
-        have = buffers.get(name)
-        if have is None or have.size < need:
-            room = need if have is None else max(need, min(2 * have.size, context.limits.binding_bytes))
-            buffers[name] = context.memory.create(name, room)
-        elif resident is not None and resident.shares_fixed and name in FIXED_PLANES:
-            buffers[name] = context.memory.create(name, have.size)
-        if have is not None and buffers[name] is not have:
-            copies.append((have, 0, buffers[name], 0, count * nbytes))
+        if name in before and buffers[name] is not before[name]:
+            copies.append((before[name], 0, buffers[name], 0, count * nbytes))
         copies.append((one.buffers[name], 0, buffers[name], count * nbytes, nbytes))
     copy(context, copies, "join")
     return Resident(geometry, buffers)
+
+
+def _roomy(context: Context, geometry: Geometry, count: int) -> Sizes:
+    """Room for twice as many sequences, or for just one more where a binding does not hold so many."""
+    twice = Sizes.of(geometry.batch(max(1, 2 * count)))
+    needs = [plane_bytes(name, twice) for name in STATE_PLANES]
+    needs += [store_bytes(name, twice) for name in STORES]
+    return twice if max(needs) <= context.limits.binding_bytes else Sizes.of(geometry.batch(count + 1))
 
 
 def drop(context: Context, resident: Resident, geometry: Geometry, count: int, index: int) -> None:
@@ -159,7 +168,7 @@ def take(context: Context, resident: Resident, geometry: Geometry, index: int) -
     _check_batch(resident, geometry, count, index)
     if resident.archive and count > 1:
         raise StateError("take: a batch that keeps an archive, expected one without")
-    buffers = _new(context, resident.planes, Sizes.of(geometry, archive=max(1, resident.archive)))
+    buffers = allocate(context, resident.planes, Sizes.of(geometry, archive=max(1, resident.archive)))
     if resident.archive:
         copies = _whole(resident, buffers, resident.planes)
     else:

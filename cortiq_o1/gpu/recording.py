@@ -11,11 +11,12 @@ import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
 from ..kernels import KERNELS, Grid
+from ..planes import store_bytes
 from ..planning import BLOCK_ROWS
-from ..plans import Dispatch, Plan, base_plane
-from .buffers import STORAGE
+from ..plans import SHADOW, Dispatch, Plan, base_plane, is_store, members
+from .buffers import STORAGE, Part, Place, span
 from .context import Context
-from .residents import Resident
+from .residents import Resident, parts
 
 MOST_RECORDINGS, MOST_STEPS = 512, 1 << 16
 """What a recorder keeps: a long call a row at a time has a thousand steps, most calls a dozen."""
@@ -24,7 +25,8 @@ INPUTS = {"q": "q", "k_rows": "k", "v_rows": "v"}
 
 
 class Bound(NamedTuple):
-    """A plane as a dispatch binds it: `buffer` is a number that no other buffer of the device has."""
+    """A plane as a dispatch binds it: `buffer` is a number that no other buffer of the device has; the
+    planes of a store share one."""
 
     plane: str
     buffer: int
@@ -88,11 +90,11 @@ class Recorder:
         context.groups.tidy()
         for name, nbytes in plan.planes.items():
             if base_plane(name).role == "own":
-                have = resident.buffers.get(name)
+                have: Any = resident.buffers.get(name)
                 if have is None or have.size < nbytes:  # a batch may have grown
                     resident.buffers[name] = context.memory.create(name, nbytes)
         given = {**resident.buffers, **(kept or {}), **(rows or {})}
-        key = (id(plan), *(context.groups.serial(b) for b in given.values()))
+        key = (id(plan), *(context.groups.serial(span(place).buffer) for place in given.values()))
         if context.generation == self._generation:
             found = self._kept.get(key)
             # The plan is kept along with its steps, so that its id stays its own.
@@ -113,32 +115,41 @@ class Recorder:
 
     def _resolve(self, plan: Plan, given: Mapping[str, Any], exact: set[str]) -> list[Step]:
         context = self.context
-        buffers = dict(given)
+        places = dict(given)
+        for store in dict.fromkeys(n for d in plan.dispatches for n in d.planes if is_store(n)):
+            if store not in places:  # a shadow's
+                base = store.removeprefix(SHADOW)
+                buffer = context.pool.get(store, store, store_bytes(base, plan.sizes))
+                places |= parts(buffer, base, plan.sizes, SHADOW)
         for name, nbytes in plan.planes.items():
-            if name not in buffers:
-                buffers[name] = context.pool.get(name, name, nbytes)
+            if name not in places:
+                places[name] = context.pool.get(name, name, nbytes)
         offsets = context.parameters.place([pack(d.kernel, d.params) for d in plan.dispatches])
         return [
-            self._step(d, {n: self._range(buffers[n], plan.planes[n], n in exact) for n in d.planes}, offset)
+            self._step(d, {n: self._range(n, places[n], plan, n in exact) for n in d.planes}, offset)
             for d, offset in zip(plan.dispatches, offsets, strict=True)
         ]
 
-    def _range(self, buffer: Any, nbytes: int, exact: bool) -> tuple[Any, int, int]:
-        # Others are bound whole, so that calls of other lengths, and batches, share the bind group.
-        return (buffer, 0, nbytes if exact else min(buffer.size, self.context.limits.binding_bytes))
+    def _range(self, name: str, place: Place, plan: Plan, exact: bool) -> tuple[Any, int, int]:
+        # Others are bound whole, so that calls of other lengths, and batches, share the bind group; a
+        # store's length tells where its second plane begins.
+        if isinstance(place, Part):
+            return place
+        return (place, 0, plan.planes[name] if exact else min(place.size, self.context.limits.binding_bytes))
 
     def _step(self, dispatch: Dispatch, ranges: Mapping[str, tuple[Any, int, int]], offset: int) -> Step:
         context = self.context
         kernel = KERNELS[dispatch.kernel]
-        pipeline, layout = context.pipeline(dispatch.kernel)
+        pipeline, layout = context.pipeline(dispatch.kernel, kernel.constants(dict(dispatch.params)))
         params = (context.parameters.buffer, 0, kernel.params_dtype.itemsize)
         with context.translated(f"{dispatch.kernel}: bind group"):
             group = context.groups.get(
                 dispatch.kernel, layout, [params, *(ranges[p] for p in dispatch.planes)]
             )
         bound = tuple(
-            Bound(plane, context.groups.serial(ranges[plane][0]), binding.access)
-            for plane, binding in zip(dispatch.planes, kernel.bindings, strict=True)
+            Bound(plane, context.groups.serial(ranges[name][0]), binding.access)
+            for name, binding in zip(dispatch.planes, kernel.bindings, strict=True)
+            for plane in members(name)
         )
         return Step(dispatch.kernel, pipeline, group, [offset], dispatch.grid, bound)
 

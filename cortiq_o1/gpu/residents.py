@@ -7,9 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..geometry import Geometry
-from ..planes import ARCHIVE_PLANES, MOVING_PLANES, PENDING_PLANES, STATE_PLANES, Sizes
+from ..planes import (
+    ARCHIVE_PLANES,
+    MOVING_PLANES,
+    PENDING_PLANES,
+    STATE_PLANES,
+    STORES,
+    Sizes,
+    store_bytes,
+    store_ranges,
+)
 from ..planning import check_plane
 from ..plans import plane_bytes
+from .buffers import Part, Place, span
 from .context import Context
 
 FIXED_PLANES: tuple[str, ...] = tuple(name for name in STATE_PLANES if name not in MOVING_PLANES)
@@ -17,9 +27,10 @@ FIXED_PLANES: tuple[str, ...] = tuple(name for name in STATE_PLANES if name not 
 MOST_SPARES = 4
 """Buffers of forgotten drafts that a resident keeps for later ones: a small tree of drafts needs no more."""
 
-Buffers = dict[str, Any]
+Buffers = dict[str, Place]
+"""Planes by name, and stores whose planes lie in one buffer."""
 Copy = tuple[Any, int, Any, int, int]
-"""A source and an offset into it, a target and an offset into that, and how many bytes."""
+"""A place and an offset into it, a target and an offset into that, and how many bytes."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,7 @@ class Draft:
 
 
 class Resident:
-    """A layer's planes on a device, each in a buffer with at least the room that the geometry asks for.
+    """A layer's planes on a device, each with at least the room that the geometry asks for.
 
     `archive`: evictions that the archive holds, 0 where there is none. `shares_fixed`: whether another
     resident may have the same buffers for `FIXED_PLANES`, which then must not be written.
@@ -68,7 +79,7 @@ class Resident:
         return sum(buffer.size for buffer in self._held())
 
     def _held(self) -> Iterator[Any]:
-        yield from self.buffers.values()
+        yield from (place for name, place in self.buffers.items() if name not in STORES)
         for buffers in self._rooms():
             yield from buffers.values()
 
@@ -115,10 +126,36 @@ class Resident:
         return max(need, have if need <= have else min(2 * have, context.limits.binding_bytes))
 
 
+def allocate(context: Context, names: Iterable[str], sizes: Sizes) -> Buffers:
+    """Room for planes: both of a store in one buffer where that is no larger than a binding.
+
+    Raises `DeviceMemoryError` where there is none.
+    """
+    wanted = tuple(names)
+    found: Buffers = {}
+    for store, planes in STORES.items():
+        nbytes = store_bytes(store, sizes)
+        if set(planes) <= set(wanted) and nbytes <= context.limits.binding_bytes:
+            found |= parts(context.memory.create(store, nbytes), store, sizes)
+    for name in wanted:
+        if name not in found:
+            found[name] = context.memory.create(name, plane_bytes(name, sizes))
+    return found
+
+
+def parts(buffer: Any, store: str, sizes: Sizes, prefix: str = "") -> Buffers:
+    """A store in a buffer, and each of its planes; `prefix` goes before their names."""
+    found: Buffers = {prefix + store: Part(buffer, 0, store_bytes(store, sizes))}
+    for name, (at, nbytes) in store_ranges(store, sizes).items():
+        found[prefix + name] = Part(buffer, at, nbytes)
+    return found
+
+
 def copy(context: Context, copies: Iterable[Copy], step: str) -> None:
     """Makes the copies on the device, in order, in one submission."""
     encoder = context.encoder(f"o1.{step}")
     with context.translated(step):
         for source, source_at, target, target_at, nbytes in copies:
-            encoder.copy_buffer_to_buffer(source, source_at, target, target_at, nbytes)
+            (read, read_at, _), (write, write_at, _) = span(source), span(target)
+            encoder.copy_buffer_to_buffer(read, read_at + source_at, write, write_at + target_at, nbytes)
     context.submit(encoder, step)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import DeviceLostError, ShaderError
-from ..kernels import KERNELS, Binding, Kernel
+from ..kernels import KERNELS, Binding, Constants, Kernel
 from .adapters import describe
 from .faults import is_lost
 
@@ -129,13 +129,14 @@ def _explain(name: str, message: str, expanded: bool) -> str:
     return f"{line.file}:{line.number}:{found.group(2)}: {line.text.strip()}\n{message}"
 
 
-def compile(device: Any, name: str, source: str | None = None) -> Any:
+def compile(device: Any, name: str, source: str | None = None, constants: Constants = ()) -> Any:
     """The compute pipeline of a kernel.
 
     Args:
         device: an open device of wgpu or of wgpudawn.
         name: a kernel of the table; also the label of all that is made here.
         source: WGSL to compile in place of the kernel's own, with the same bindings.
+        constants: values of its `override`s; those that are not named keep the shader's own.
 
     Returns:
         The device's pipeline object; its bind group layout 0 is the table's: parameters at binding 0
@@ -157,9 +158,10 @@ def compile(device: Any, name: str, source: str | None = None) -> Any:
         step = "link"
         group = device.create_bind_group_layout(label=name, entries=layout_entries(KERNELS[name]))
         layout = device.create_pipeline_layout(label=name, bind_group_layouts=[group])
-        return device.create_compute_pipeline(
-            label=name, layout=layout, compute={"module": module, "entry_point": "main"}
-        )
+        stage: dict[str, Any] = {"module": module, "entry_point": "main"}
+        if constants:
+            stage["constants"] = dict(constants)
+        return device.create_compute_pipeline(label=name, layout=layout, compute=stage)
     # The classes are wgpu's or Dawn's own, and a driver may throw anything at all.
     except Exception as error:
         adapter = describe(device.adapter).label

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..cpu.twins_stages import _groups, _near_rows
+from ..cpu.twins_stages import _Group, _groups, _near_rows
 from ..cpu.twins_token import section
 from ..kernels import NEAR_KEYS
 from ..params import Params
@@ -128,51 +128,78 @@ def _fold(p: Params, before: Planes, head: int, live: slice, evicted: Array | No
     return _Fold(found.top, found.top_off, kept, kept_off, weight, weight_off, after, after_off)
 
 
+class FarPart(NamedTuple):
+    """A head's far part: its landmarks after the row, and at the scale of their own maximum the gains and the
+    mass, with what each may be off by; all zero while the far field is empty."""
+
+    fold: _Fold
+    top_off: float
+    gain: Array
+    gain_off: Array
+    mass: float
+    mass_off: float
+
+
+def far_part(p: Params, before: Planes, head: int, group: _Group) -> FarPart:
+    """The far part of a head, from the planes that a token's kernels read."""
+    live = group.live
+    evicted = before["ring_k"][group.g, group.head] if group.folded else None
+    fold = _fold(p, before, head, live, evicted)
+    if not int(before["group_meta"][group.g, META_FAR_LEN]) + group.folded:
+        zero = np.zeros_like(fold.maxima)
+        return FarPart(fold, 0.0, zero, zero, 0.0, 0.0)
+    queries = _logits(p, before["q"][int(p["r0"]), head][None], before["k_tilde"][group.g, live])
+    mix = before["mix"][head, live, live].astype(np.float64)
+    x = queries.x[0] - queries.top[0]
+    e = np.exp(x)
+    u = e @ mix
+    loss = queries.off[0] + queries.top_off[0] + exp_loss(x) + sum_loss(len(e))
+    u_off = (e * loss + TINY) @ np.abs(mix)
+    if p["rect"]:
+        u = np.maximum(u, 0.0)
+    sums = _tops(queries.top[0] + fold.maxima, fold.maxima_off)
+    # Both terms of the exponent hold the same maximum of the landmark logits.
+    x = sums.x - sums.top
+    rounding = 2.0 * EPSILON * (np.abs(sums.x) + np.abs(sums.top))
+    gain = u * np.exp(x)
+    gain_off = np.exp(x) * u_off + np.abs(gain) * (exp_loss(x) + fold.maxima_off + sums.top_off + rounding)
+    gain_off = gain_off + TINY * (1.0 + np.abs(u))
+    mass_off = gain_off @ fold.mass + np.abs(gain) @ (fold.mass_off + far_loss(len(e)) * fold.mass)
+    top_off = queries.top_off[0] + sums.top_off + 2.0 * EPSILON * np.abs(sums.top)
+    return FarPart(fold, float(top_off), gain, gain_off, float(gain @ fold.mass), float(mass_off))
+
+
+def far_loss(landmarks: int) -> float:
+    """What a sum over landmarks loses: four at a time on an adapter."""
+    return sum_loss(landmarks / 4 + 3, landmarks)
+
+
 def _far(p: Params, before: Planes, after: Planes, got: Planes) -> dict[str, Expected]:
     """Where the far mass is smaller than its own error, either sign of it is right."""
     want = after["tok_record"].copy()
     bound = np.zeros(want.shape)
     for group in _groups(p, before["group_meta"]):
         live = group.live
-        far_len = int(before["group_meta"][group.g, META_FAR_LEN]) + group.folded
-        evicted = before["ring_k"][group.g, group.head] if group.folded else None
         for head in range(group.heads.start, group.heads.stop):
-            fold = _fold(p, before, head, live, evicted)
-            off = bound[head]
+            part = far_part(p, before, head, group)
+            fold, off = part.fold, bound[head]
             off[section(p, TS_MAX, live)] = fold.maxima_off
             off[section(p, TS_RESCALE, live)] = fold.kept_off
             off[section(p, TS_WEIGHT, live)] = fold.weight_off if group.folded else 0.0
-            if not far_len:
+            if not part.gain.any():
                 continue
-            queries = _logits(p, before["q"][int(p["r0"]), head][None], before["k_tilde"][group.g, live])
-            mix = before["mix"][head, live, live].astype(np.float64)
-            x = queries.x[0] - queries.top[0]
-            e = np.exp(x)
-            u = e @ mix
-            loss = queries.off[0] + queries.top_off[0] + exp_loss(x) + sum_loss(len(e))
-            u_off = (e * loss + TINY) @ np.abs(mix)
-            if p["rect"]:
-                u = np.maximum(u, 0.0)
-            sums = _tops(queries.top[0] + fold.maxima, fold.maxima_off)
-            # Both terms of the exponent hold the same maximum of the landmark logits.
-            x = sums.x - sums.top
-            rounding = 2.0 * EPSILON * (np.abs(sums.x) + np.abs(sums.top))
-            gain = u * np.exp(x)
-            gain_off = np.exp(x) * u_off + np.abs(gain) * (
-                exp_loss(x) + fold.maxima_off + sums.top_off + rounding
+            terms = far_loss(len(part.gain))
+            off[TR_MAX], off[TR_FAR] = part.top_off, part.mass_off
+            off[TR_EVICTED] = part.gain_off @ fold.weight + np.abs(part.gain) @ (
+                fold.weight_off + terms * fold.weight
             )
-            gain_off = gain_off + TINY * (1.0 + np.abs(u))
-            terms = sum_loss(len(e) / 4 + 3, len(e))
-            far = float(gain @ fold.mass)
-            far_off = gain_off @ fold.mass + np.abs(gain) @ (fold.mass_off + terms * fold.mass)
-            off[TR_MAX] = queries.top_off[0] + sums.top_off + 2.0 * EPSILON * np.abs(sums.top)
-            off[TR_FAR] = far_off
-            off[TR_EVICTED] = gain_off @ fold.weight + np.abs(gain) @ (fold.weight_off + terms * fold.weight)
             off[section(p, TS_GAIN, live)] = (
-                gain_off * fold.kept + np.abs(gain) * (fold.kept_off + 2.0 * EPSILON * fold.kept) + TINY
+                part.gain_off * fold.kept
+                + np.abs(part.gain) * (fold.kept_off + 2.0 * EPSILON * fold.kept)
+                + TINY
             )
             have = float(got["tok_record"][head, TR_HAVE])
-            if abs(far) <= far_off and have in (0.0, 1.0):
+            if abs(part.mass) <= part.mass_off and have in (0.0, 1.0):
                 want[head, TR_HAVE] = have
     return {"tok_record": Expected(want, bound)}
 

@@ -27,7 +27,7 @@ from ..planes import (
     T_RECENT,
     T_TOTAL,
 )
-from ..planning import Limits, plan
+from ..planning import Limits, plan, serves
 from ..plans import Plan, base_plane
 from ..sealing import seal
 from .inputs import RANDOM_KINDS, REAL, REAL_ROWS, drawer, make_rows, random_geometry
@@ -181,8 +181,8 @@ def _picked() -> tuple[KernelCase, ...]:
     )  # fmt: skip
 
 
-def _on_gemm(case: KernelCase) -> KernelCase:
-    return replace(case, name=f"{case.name}-gemm", path="gemm")
+def _on(case: KernelCase, path: str) -> KernelCase:
+    return replace(case, name=f"{case.name}-{path}", path=path)
 
 
 _TOKEN_ROWS = 3
@@ -193,11 +193,11 @@ _TOKEN_GROUPS = {
 """Positions from which so few rows still come to the point of the case."""
 
 
-def _on_token(case: KernelCase) -> KernelCase:
+def _a_row_at_a_time(case: KernelCase, path: str) -> KernelCase:
     """Fewer rows: each is a sub-chunk of its own there."""
     groups = _TOKEN_GROUPS.get(case.name, case.groups)
     rows = min(case.rows, _TOKEN_ROWS)
-    return replace(case, name=f"{case.name}-token", path="token", rows=rows, groups=groups)
+    return replace(case, name=f"{case.name}-{path}", path=path, rows=rows, groups=groups)
 
 
 def _precise() -> tuple[KernelCase, ...]:
@@ -222,14 +222,27 @@ def _splits() -> tuple[KernelCase, ...]:
             f"splits-{workgroups}-{path}", long, rows, (Group(head=333),), path=path, workgroups=workgroups
         )
         for workgroups in (1, 9, 4096)
-        for path, rows in (("token", 1), ("gemm", 20))
+        for path, rows in (("token", 1), ("gemm", 20), ("flash", 20))
     )
+
+
+def _fused() -> tuple[KernelCase, ...]:
+    """Widths for which other pipelines are made: wide rows, narrow ones, values of another width."""
+    return tuple(
+        KernelCase(
+            f"widths-{d}-{dv}-fused", Geometry(6, 1, d, dv, window=70, sinks=3, landmarks=40), 2,
+            (Group(head=65),), path="fused",
+        )
+        for d, dv in ((256, 256), (4, 4), (128, 80), (96, 256))
+    )  # fmt: skip
 
 
 PICKED: tuple[KernelCase, ...] = (
     _picked()
-    + tuple(_on_gemm(case) for case in _picked())
-    + tuple(_on_token(case) for case in _picked())
+    + tuple(_on(case, path) for path in ("gemm", "flash") for case in _picked())
+    + tuple(_a_row_at_a_time(case, "token") for case in _picked())
+    + tuple(_a_row_at_a_time(case, "fused") for case in _picked() if serves("fused", case.geometry, Limits()))
+    + _fused()
     + _precise()
     + _splits()
 )
@@ -250,7 +263,8 @@ def random_case(seed: int, number: int, most: int = 64) -> KernelCase:
         used = geometry.landmarks if draw(0, 1) else draw(MIN_LANDMARKS, geometry.landmarks)
         positions.append(Group(length, draw(0, own - 1), far_len, limit, used))
     path = str(rng.choice([path for path in PATHS if path != "auto"]))
-    longest = 4 if path == "token" else SUB_ROWS + 10
+    path = path if serves(path, geometry, Limits()) else "token"
+    longest = 4 if path in ("fused", "token") else SUB_ROWS + 10
     case = KernelCase(
         f"random-{seed}-{number}",
         geometry,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..cpu.executor import run_plan
 from ..kernels import KERNELS, Grid
-from ..plans import Dispatch
+from ..plans import Dispatch, members
 from .bounds import expected
 from .deviation import NONE, Array, Deviation, compare
 from .kernel_cases import KernelCase
@@ -30,9 +30,10 @@ def trace(case: KernelCase) -> list[Step]:
     steps: list[Step] = []
 
     def keep(dispatch: Dispatch, before: dict[str, Array], after: dict[str, Array]) -> None:
-        names = [b.name for b in KERNELS[dispatch.kernel].bindings]
+        names = [plane for b in KERNELS[dispatch.kernel].bindings for plane in members(b.name)]
+        bound = [plane for name in dispatch.planes for plane in members(name)]
         sides = (
-            {name: planes[plane] for name, plane in zip(names, dispatch.planes, strict=True)}
+            {name: planes[plane] for name, plane in zip(names, bound, strict=True)}
             for planes in (before, after)
         )
         steps.append(Step(dispatch, *sides))

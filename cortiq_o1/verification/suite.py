@@ -11,6 +11,7 @@ import numpy as np
 from ..device import Device, DeviceInfo
 from ..errors import ArgumentError, CortiqError, DeviceLostError
 from ..kernels import KERNELS
+from ..planning import serves
 from ..ways import DIRECT, open_ways
 from . import kernel_cases, layer_cases
 from .deviation import NONE, Deviation
@@ -243,7 +244,7 @@ class Suite:
         row = RANDOM_ROW if case.name.startswith(f"{RANDOM_ROW}-") else case.name
         for target in able:
             for way, device in target.devices.items():
-                if target.problem is None:
+                if target.problem is None and serves(device.path, case.geometry, device.limits):
                     found = self._guarded(target, lambda device=device: check_layer(known, device))  # type: ignore[misc]
                     if len(target.devices) > 1:
                         found = replace(found, where=f"{way}: {found.where}")

@@ -1,17 +1,6 @@
-// Sections of the far field's planes, and where an element of one lies.
+// Sections of far_rows beside those of the far field, and where an element of one lies.
 
-// far_mz [nh][MZ_SECTIONS][m]: far maximum mu; far mass at scale exp(-mu) in two levels; the shift that
-// is taken from every folded key's logit, the same for all landmarks.
-const MZ_MAX: u32 = 0u;
-const MZ_TOTAL: u32 = 1u;
-const MZ_RECENT: u32 = 2u;
-const MZ_SHIFT: u32 = 3u;
-const MZ_SECTIONS: u32 = 4u;
-
-// t_hat [nh][T_SECTIONS][m][dv]: far numerator at scale exp(-mu) in the same two levels.
-const T_TOTAL: u32 = 0u;
-const T_RECENT: u32 = 1u;
-const T_SECTIONS: u32 = 2u;
+//#include shared/far_sections.wgsl
 
 // far_rows [S_SECTIONS][nh][m][kcap], each per landmark and row of the sub-chunk.
 const S_LOGIT: u32 = 0u;      // logit of the key the row evicts, -LARGE if none is folded
@@ -19,15 +8,6 @@ const S_MAX: u32 = 1u;        // mu after the row
 const S_RESCALE: u32 = 2u;    // exp(mu before the sub-chunk - mu after the row)
 const S_MASS: u32 = 3u;       // far mass after the row, both levels, at scale exp(-mu after the row)
 const S_WEIGHT: u32 = 4u;     // weight of the evicted key at the scale after the whole sub-chunk
-
-fn far_mz_at(section: u32, gh: u32, a: u32) -> u32 {
-    return (gh * MZ_SECTIONS + section) * params.m + a;
-}
-
-// In vec4s, of which a row has dv / 4.
-fn t_hat_at(section: u32, gh: u32, a: u32) -> u32 {
-    return ((gh * T_SECTIONS + section) * params.m + a) * (params.dv / 4u);
-}
 
 fn far_rows_at(section: u32, gh: u32, a: u32, i: u32) -> u32 {
     return ((section * params.nh + gh) * params.m + a) * params.kcap + i;
