@@ -26,6 +26,8 @@ from cortiq_o1.planes import PLANES, STATE_PLANES, Sizes
 
 COLD_BYTES = 256 << 20
 """Layers are added until their states exceed this, so that none is in a cache when its turn comes."""
+FEWEST_LAYERS = 4
+"""And there are so many at least, as in a model, where a layer's end overlaps the next one's beginning."""
 WARM_ROUNDS = 3
 
 
@@ -65,20 +67,20 @@ def sealed_prompt(geometry: o1.Geometry, seed: int) -> o1.LayerState:
     return o1.seal(*(rng.standard_normal(shape, np.float32) for shape in shapes), geometry)
 
 
+def residents_of(device: o1.Device, geometry: o1.Geometry, batch: int) -> list[Any]:
+    """The layers of a batch, each of `batch` sequences in one run."""
+    states = [sealed_prompt(geometry, seed) for seed in range(2)]
+    layers = max(FEWEST_LAYERS, -(-COLD_BYTES // (states[0].nbytes * batch)))
+    made = [device.load([states[i % 2] for i in range(batch)]) for _ in range(layers)]
+    runs = [run for one in made for run in one.residents]
+    if len(runs) != layers:
+        raise SystemExit(f"batch of {batch}: does not fit one binding of {device.name}; use a smaller one")
+    return runs
+
+
 def measure(device: o1.Device, geometry: o1.Geometry, batches: list[int], rounds: int) -> list[Figure]:
     """A figure for each size of batch; they take turns."""
-    states = [sealed_prompt(geometry, seed) for seed in range(2)]
-    per_layer = states[0].nbytes
-    residents: dict[int, list[Any]] = {}
-    for batch in batches:
-        layers = max(1, -(-COLD_BYTES // (per_layer * batch)))
-        made = [device.load([states[i % 2] for i in range(batch)]) for _ in range(layers)]
-        runs = [run for one in made for run in one.residents]
-        if len(runs) != layers:
-            raise SystemExit(
-                f"batch of {batch}: does not fit one binding of {device.name}; use a smaller one"
-            )
-        residents[batch] = runs
+    residents = {batch: residents_of(device, geometry, batch) for batch in batches}
     times: dict[int, list[float]] = {batch: [] for batch in batches}
     clock = "wall"
     for number in track(range(WARM_ROUNDS + rounds), "batches", console=Console(stderr=True)):
@@ -109,7 +111,7 @@ def main() -> int:
         return 2
     geometry = o1.Geometry(32, 8, 128, window=given.window, sinks=4, landmarks=32)
     figures = measure(device, geometry, given.batches, given.rounds)
-    bandwidth, _ = device.engine.copy_bandwidth(256 << 20)
+    bandwidth, _ = device.engine.copy_bandwidth(1 << 30)
     first = figures[0]
     table = Table(title=f"one token, {device.name}, window {given.window}, copy {bandwidth / 1e12:.2f} TB/s")
     for column in ("sequences", "us a layer", "spread", f"times {first.batch}", "TB/s", "of copy"):
