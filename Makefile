@@ -20,7 +20,7 @@ bench: $(installed)
 
 test: $(installed_test)
 	@scripts/ensure-vulkan.sh $(VENV)
-	$(VENV)/bin/python -m pytest $(TEST_ARGS)
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(TEST_ARGS)
 
 lint: $(installed_test)
 	$(VENV)/bin/ruff check .
