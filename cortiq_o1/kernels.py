@@ -96,7 +96,7 @@ NEAR_SCORES = NEAR_HEADS * NEAR_KEYS
 PART_STRIDE = NEAR_SCORES + 2
 NEAR_PARTS = KEY_LANES * PART_STRIDE
 FAR_LANES, DOT_LANES = 256, 8
-"""A workgroup of `o1c_tok_far`: lanes, and those that share a landmark."""
+"""A workgroup of `o1c_tok_far`: lanes, and those that share a landmark, or a row in `o1c_fl_evict`."""
 DOT_STRIDE = LANES + 4
 DOT_PARTS = DOT_LANES * DOT_STRIDE
 MERGE_LANES, MERGE_COLUMNS = 256, 8
@@ -390,10 +390,10 @@ KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
                 for kernel in (
                     _stage(
                         "o1c_fl_evict", "group_meta ring_k q_tilde far_mz q k_tilde fl_rows!",
-                        lambda p: (_up(p["m"], 4), int(p["nh"]), 1), 2304,
+                        lambda p: (_up(p["m"], 4), int(p["nh"]), 1), 4 * DOT_PARTS + 4 * EVICT_LANES,
                         "Queries against the key landmarks, every key that the sub-chunk evicts against the "
                         "query landmarks, and the far maximum and mass after each row.",
-                        "One workgroup four landmarks of a query head, lanes in four stripes of the width.",
+                        "One workgroup four landmarks of a query head, eight lanes a row.",
                         "`o1c_far_e` and `o1c_land` in one.",
                         EVICT_LANES,
                     ),
