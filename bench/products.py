@@ -25,7 +25,8 @@ from product_variants import SHAPES, grid, wgsl
 import cortiq_o1 as o1
 from cortiq_o1.gpu.recording import pack
 from cortiq_o1.gpu.timing import Stopwatch
-from cortiq_o1.kernels import KERNELS, stage_params
+from cortiq_o1.kernels import KERNELS
+from cortiq_o1.params import stage_params
 from cortiq_o1.planes import PLANES, Sizes
 
 Params = dict[str, int | float]

@@ -29,7 +29,8 @@ from cortiq_o1.cpu.twins import TWINS
 from cortiq_o1.gpu import shaders
 from cortiq_o1.gpu.recording import pack
 from cortiq_o1.gpu.timing import Stopwatch
-from cortiq_o1.kernels import KERNELS, Grid, stage_params
+from cortiq_o1.kernels import KERNELS, Grid
+from cortiq_o1.params import stage_params
 from cortiq_o1.paths import ATTEND, COMMIT
 from cortiq_o1.planes import (
     META_FAR_LEN,

@@ -1,6 +1,6 @@
 """Every plane: its layout, its role, and the constants that its words are told by.
 
-A plane's layout is written here and nowhere else; `kernels.py` says which kernels bind it.
+A plane's layout is written here and nowhere else; `kernels/` says which kernels bind it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ EXAMPLE_ROWS, EXAMPLE_ARCHIVE = 64, 256
 
 INTRO = f"""# Kernels and planes
 
-Made by `python scripts/kernel_docs.py` from the tables in `cortiq_o1/planes.py`, `cortiq_o1/kernels.py` and
+Made by `python scripts/kernel_docs.py` from the tables in `cortiq_o1/planes.py`, `cortiq_o1/kernels/` and
 `cortiq_o1/paths.py`; do not edit.
 
 Every kernel is `shaders/<name>.wgsl` and has a twin of the same name in `cortiq_o1/cpu/`. Parameters are

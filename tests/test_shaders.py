@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 from conftest import adapter_id, adapters
 
-from cortiq_o1 import kernels, planes
+from cortiq_o1 import planes, tiling
 from cortiq_o1.errors import DeviceLostError, ShaderError
 from cortiq_o1.gpu import shaders
 from cortiq_o1.gpu.adapters import AdapterInfo, describe, open_adapter
-from cortiq_o1.kernels import KERNELS, LANES
+from cortiq_o1.kernels import KERNELS, LANES, flash, fused, gemm, moves, row, stages, token
 
 FOLDER = Path(__file__).resolve().parent.parent / "shaders"
 MAX_STORAGE_BUFFERS, MAX_SHARED_BYTES = 8, 16 << 10  # WebGPU's default limits
+TABLES = (planes, tiling, row, stages, gemm, token, fused, flash, moves)
 SHADER_ONLY = {
     "EXP_FLOOR", "RECT_FM",
     # How a fused token's lanes share its work, and where its shared memory has what.
@@ -144,7 +145,7 @@ def test_barriers_need_all_lanes(name: str) -> None:
 def test_constants_are_the_tables(name: str) -> None:
     declared = constants(code(name))
     assert "LANES" in declared
-    table = {**vars(planes), **vars(kernels)}
+    table = {name: value for module in TABLES for name, value in vars(module).items()}
     expected = {constant: table[constant] for constant in declared if constant not in SHADER_ONLY}
     assert {constant: declared[constant] for constant in expected} == expected
 

@@ -10,7 +10,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ..kernels import TILE_K, Grid
+from ..kernels import Grid
+from ..kernels.gemm import TILE_K
 from ..planes import HD_FAR, HD_HAVE, HD_INV, HD_MAX, MIN_DENOMINATOR, T_RECENT, T_TOTAL
 from .twins_stages import Array, Params, Twin, _Group, _groups
 

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ArgumentError, DeviceError
-from ..kernels import KERNELS, Grid, Params
+from ..kernels import KERNELS, Grid
+from ..params import Params
 from ..planes import store_room, store_rows
 from ..plans import is_store, members
 from .buffers import COPY_DST, UNIFORM

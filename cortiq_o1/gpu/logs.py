@@ -10,7 +10,8 @@ import numpy as np
 from ..arrays import Float32
 from ..errors import ArgumentError
 from ..geometry import Geometry
-from ..kernels import KERNELS, Params
+from ..kernels import KERNELS
+from ..params import Params
 from .context import Context, GroupKey
 from .recording import Step, pack
 

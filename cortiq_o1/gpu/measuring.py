@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..kernels import KERNELS, Params
+from ..kernels import KERNELS
+from ..params import Params
 from ..planes import PLANES
 from ..plans import Plan
 from .context import Context

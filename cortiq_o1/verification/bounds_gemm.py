@@ -14,7 +14,8 @@ from types import MappingProxyType
 import numpy as np
 
 from ..cpu.twins import TWINS
-from ..kernels import KERNELS, LANES, TILE_K
+from ..kernels import KERNELS, LANES
+from ..kernels.gemm import TILE_K
 from ..params import Params
 from ..planes import HD_FAR, HD_INV, HD_MAX
 from ..reference import EPSILON

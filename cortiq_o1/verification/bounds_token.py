@@ -13,7 +13,7 @@ import numpy as np
 
 from ..cpu.twins_stages import _Group, _groups, _near_rows
 from ..cpu.twins_token import section
-from ..kernels import NEAR_KEYS
+from ..kernels.row import NEAR_KEYS
 from ..params import Params
 from ..planes import (
     LARGE,
