@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import io
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,18 @@ import numpy.typing as npt
 from .errors import StateFileError
 
 _TRAILER = b"cortiq-o1\n"
+_DIGEST_BYTES = 32
+
+
+def _digest(content: bytes) -> bytes:
+    import hashlib  # takes long to import
+
+    return hashlib.sha256(content).digest()
 
 
 def sealed_bytes(content: bytes) -> bytes:
     """A file's content with what proves it whole; a reader of `.npz` does not mind."""
-    return content + _TRAILER + hashlib.sha256(content).digest()
+    return content + _TRAILER + _digest(content)
 
 
 def write_arrays(
@@ -32,6 +37,8 @@ def write_arrays(
 
     The file appears whole or not at all. Raises `OSError` where it cannot be written.
     """
+    import tempfile  # takes long to import
+
     text = np.frombuffer(json.dumps(dict(header)).encode(), np.uint8)
     content = io.BytesIO()
     np.savez(content, header=text, **arrays)  # type: ignore[arg-type]
@@ -76,11 +83,11 @@ def read_arrays(
 
 
 def _unsealed(path: str | os.PathLike[str], raw: bytes) -> bytes:
-    end = len(raw) - hashlib.sha256().digest_size - len(_TRAILER)
-    content, trailer, digest = raw[: max(end, 0)], raw[max(end, 0) :][: len(_TRAILER)], raw[-32:]
+    end = len(raw) - _DIGEST_BYTES - len(_TRAILER)
+    content, trailer, digest = raw[: max(end, 0)], raw[max(end, 0) :][: len(_TRAILER)], raw[-_DIGEST_BYTES:]
     if trailer != _TRAILER:
         what = "foreign, truncated or altered" if raw[:2] == b"PK" else "not a state file"
         raise StateFileError(f"{path}: {what}: it does not end as a state file does")
-    if hashlib.sha256(content).digest() != digest:
+    if _digest(content) != digest:
         raise StateFileError(f"{path}: altered: its content does not match its checksum")
     return content

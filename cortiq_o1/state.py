@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -120,6 +119,8 @@ class LayerState:
     @cached_property
     def fingerprint(self) -> str:
         """Names the state: its seal, its rows, how far it has moved. As for `epoch`, it is read once."""
+        import hashlib  # takes long to import
+
         digest = hashlib.blake2b(repr((self.epoch, self.rows, self.options)).encode(), digest_size=8)
         for array in self._arrays().values():
             digest.update(np.ascontiguousarray(array).data)
@@ -178,6 +179,8 @@ class LayerState:
 def epoch_of(geometry: Geometry, planes: Mapping[str, npt.NDArray[Any]]) -> str:
     """What a seal made and no row moves, as 16 hex digits: landmarks, mixing matrix, their shift,
     how many rows the far field takes."""
+    import hashlib  # takes long to import
+
     digest = hashlib.blake2b(repr(geometry).encode(), digest_size=8)
     digest.update(np.ascontiguousarray(planes["group_meta"][:, [META_FAR_LIMIT, META_LANDMARKS]]).data)
     digest.update(np.ascontiguousarray(planes["far_mz"][:, MZ_SHIFT]).data)
