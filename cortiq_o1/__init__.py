@@ -29,6 +29,7 @@ from .plans import Plan
 from .sealing import seal
 from .snapshots import Snapshot
 from .state import LayerState
+from .warming import WarmUp
 
 __all__ = [
     "ArgumentError",
@@ -55,6 +56,7 @@ __all__ = [
     "Snapshot",
     "StateError",
     "StateFileError",
+    "WarmUp",
     "__version__",
     "devices",
     "open_device",

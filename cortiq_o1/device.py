@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .batch import Batch
     from .layer import Layer
     from .state import Fold, LayerState
+    from .warming import WarmUp
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,27 @@ class Device:
     def _check_geometry(self, geometry: Geometry) -> None:
         # Of two rows: one row alone may take a path of its own.
         chunk_rows(geometry, 2, self._path, self._limits)
+
+    def warm_up(self, geometry: Geometry, rows: int | Iterable[int] = (1, 64)) -> WarmUp:
+        """Compiles what calls of so many rows need, ahead of the first: `attend`, `encode` and `commit` of
+        layers of the geometry, and of batches of them.
+
+        Otherwise the first call compiles what it needs, no more. The device keeps what is compiled for all
+        its layers; a driver with a cache of its own has it the next time.
+
+        Args:
+            geometry: the layers' sizes; widths are compiled in.
+            rows: rows of a call, one number or several. Calls of other lengths mostly need the same.
+
+        Raises:
+            ArgumentTypeError: `geometry` is none.
+            ArgumentError, ArgumentTypeError: `rows` are not positive integers.
+            GeometryError: the device's limits or its path do not serve; names the field to lower.
+            ShaderError: a kernel does not compile.
+        """
+        from .warming import warm_up
+
+        return warm_up(self.engine, geometry, rows, self._path, self._limits)
 
     def seal(
         self,

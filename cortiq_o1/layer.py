@@ -422,7 +422,9 @@ class Layer:
         commit = as_bool("commit", commit)
         draft = _as_draft(draft, commit)
         rows = as_index("rows", rows, 1)
-        if out_buffer is not None and any(out_buffer is x for x in (q_buffer, k_buffer, v_buffer)):
+        if out_buffer is not None and (
+            out_buffer is q_buffer or out_buffer is k_buffer or out_buffer is v_buffer
+        ):
             raise ArgumentError("out_buffer: the same buffer as an input, expected one of its own")
         log = self._log(True) if commit else None
         buffers = (q_buffer, k_buffer, v_buffer, out_buffer)

@@ -48,6 +48,7 @@ PUBLIC = {
     "ShaderError",
     "StateError",
     "StateFileError",
+    "WarmUp",
     "devices",
     "open_device",
     "plan",

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels import KERNELS, Constants
+from ..kernels import Constants
 from ..planning import Limits
 from . import shaders
 from .adapters import describe, device_limits
 from .buffers import PIECE_BYTES, Memory, Parameters, Place, Pool, Readback, as_bytes, span
 from .faults import translated
+from .raw import raw_calls
 
 Range = tuple[Any, int, int]
 """A buffer, an offset into it and a size, in bytes."""
@@ -102,13 +103,14 @@ class Context:
         self.parameters = Parameters(self.memory)
         self.readback = Readback(self.memory)
         self.groups = BindGroups(device)
+        self.raw = raw_calls(device)
         self._fence = self.memory.create("fence", 16)
         self._pipelines: dict[tuple[str, Constants], tuple[Any, Any]] = {}
 
     @property
-    def generation(self) -> tuple[int, int, int]:
-        """Changes whenever an earlier recording may bind something that has been replaced."""
-        return (self.pool.generation, self.parameters.generation, self.groups.generation)
+    def generation(self) -> int:
+        """Goes up whenever an earlier recording may bind something that has been replaced."""
+        return self.pool.generation + self.parameters.generation + self.groups.generation
 
     def translated(self, step: str) -> Any:
         """Context manager: what goes wrong inside is raised as a `DeviceError` naming the step."""
@@ -125,18 +127,15 @@ class Context:
             found = self._pipelines[kernel, constants] = self.build(kernel, constants)
         return found
 
+    def has_pipeline(self, kernel: str, constants: Constants = ()) -> bool:
+        """Whether `pipeline` has nothing left to compile."""
+        return (kernel, constants) in self._pipelines
+
     def build(self, kernel: str, constants: Constants = (), source: str | None = None) -> tuple[Any, Any]:
         """A pipeline of `source`, the kernel's own WGSL if None, kept by nobody."""
         pipeline = shaders.compile(self.device, kernel, source, constants)
         with self.translated(f"{kernel}: bind group layout"):
             return pipeline, pipeline.get_bind_group_layout(0)
-
-    def warm_up(self) -> None:
-        """Compiles every kernel that the device can run now instead of at its first use."""
-        with self.lock:
-            for kernel in KERNELS:
-                if not shaders.missing_features(self.device, kernel):
-                    self.pipeline(kernel)
 
     def encoder(self, label: str) -> Any:
         """A new command encoder."""

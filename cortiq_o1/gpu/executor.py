@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from ..arrays import Float32
 from ..engine import Accepted, Planes
 from ..errors import ArgumentError, DeviceLostError, StateError
 from ..geometry import Geometry
+from ..kernels import KERNELS
 from ..paths import KEPT_ROWS
 from ..planes import PENDING_PLANES, PLANES, STATE_PLANES, Sizes
 from ..planning import Limits, block_rows, check_precision, check_state_fits, commit_plan, plan
@@ -21,7 +22,7 @@ from .context import Context, context_of
 from .isolated import run_isolated
 from .logs import Log
 from .measuring import copy_steps, profile_steps, random_steps, time_steps
-from .recording import INPUTS, Recorder, Step, blocks, check_lent, record, submit_steps
+from .recording import INPUTS, Recorder, Step, blocks, check_lent, check_pass, record, submit_steps
 from .residents import Buffers, Draft, Resident, allocate
 from .timing import Clock, Profile, Stopwatch, Timing
 
@@ -163,17 +164,27 @@ class GpuEngine:
             ArgumentTypeError: `compute_pass` is none.
             GeometryError: so many rows pass the device's limits.
         """
-        with self.context.lock:
-            todo = self._plan(resident, rows, commit)
-            given = {"q": q_buffer, "k_rows": k_buffer, "v_rows": v_buffer, "out": out_buffer}
-            check_lent(self.context, todo, compute_pass, given)
-            room = {} if commit else resident.room(self.context, rows)
-            steps = self._recorder.steps(todo, resident, room, given)
-            if commit and log is not None:
-                sources = {part: (given[name], todo.planes[name]) for name, part in INPUTS.items()}
-                steps = [*steps, *log.steps(sources, rows)]
-            with self.context.translated("encode"):
-                record(steps, compute_pass)
+        context, recorder = self.context, self._recorder
+        buffers = (q_buffer, k_buffer, v_buffer, out_buffer)
+        plain = commit and log is None
+        room: Buffers = {}
+        with context.lock:
+            check_pass(context, compute_pass)
+            # A decoder's next token is over the same buffers: nothing is left to find out or to check.
+            steps = recorder.again(resident, rows, buffers) if plain else None
+            if steps is None:
+                todo = self._plan(resident, rows, commit)
+                given = dict(zip((*INPUTS, "out"), buffers, strict=True))
+                check_lent(context, todo, given)
+                room = {} if commit else resident.room(context, rows)
+                steps = recorder.steps(todo, resident, room, given)
+                if commit and log is not None:
+                    sources = {part: (given[name], todo.planes[name]) for name, part in INPUTS.items()}
+                    steps = [*steps, *log.steps(sources, rows)]
+                if plain:
+                    recorder.lend(resident, rows, buffers, steps)
+            with context.translated("encode"):
+                record(context, steps, compute_pass)
             self._settle(resident, rows, commit, draft, room, log)
 
     # State from one resident into another, see `moves.py`.
@@ -233,9 +244,20 @@ class GpuEngine:
                 todo, resident, resident.room(self.context, todo.rows) if drafts else None
             )
 
-    def warm_up(self) -> None:
-        """Compiles every kernel now instead of at its first use."""
-        self.context.warm_up()
+    def compile(self, plans: Iterable[Plan]) -> list[str]:
+        """Compiles what the plans' dispatches need and has not been compiled; the kernels' names, one for
+        each pipeline.
+
+        Raises `ShaderError` for what does not compile.
+        """
+        with self.context.lock:
+            wanted = (
+                (d.kernel, KERNELS[d.kernel].constants(dict(d.params))) for p in plans for d in p.dispatches
+            )
+            missing = [each for each in dict.fromkeys(wanted) if not self.context.has_pipeline(*each)]
+            for each in missing:
+                self.context.pipeline(*each)
+            return [kernel for kernel, _ in missing]
 
     def run_kernel(
         self, kernel: str, planes: Mapping[str, npt.NDArray[Any]], params: Mapping[str, int | float],

@@ -13,7 +13,7 @@ from ..geometry import Geometry
 from ..kernels import KERNELS
 from ..params import Params
 from .context import Context, GroupKey
-from .recording import Step, pack
+from .recording import Step, make_step, pack
 
 FIRST_ROWS = 256
 """Rows of a log's first segment."""
@@ -124,7 +124,7 @@ class Log:
         self._bound.add(context.groups.key(_COPY.name, ranges))
         with context.translated(f"{_COPY.name}: bind group"):
             group = context.groups.get(_COPY.name, layout, ranges)
-        return Step(_COPY.name, pipeline, group, [slot], _COPY.grid(params), ())
+        return make_step(context, _COPY.name, pipeline, group, slot, _COPY.grid(params))
 
     def read(self) -> tuple[Float32, ...]:
         """The rows, an array `(rows, heads, width)` for each part."""

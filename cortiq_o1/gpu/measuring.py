@@ -12,7 +12,7 @@ from ..params import Params
 from ..planes import PLANES
 from ..plans import Plan
 from .context import Context
-from .recording import Recorder, Step, pack, record, submit_steps
+from .recording import Recorder, Step, make_step, pack, record, submit_steps
 from .residents import Resident
 from .timing import MOST_PASSES, Clock, KernelTime, Profile, Stopwatch, Timing
 
@@ -76,7 +76,7 @@ def copy_steps(context: Context, size: int) -> list[Step]:
     ranges = [(context.parameters.buffer, 0, len(packed)), *((b, 0, size) for b in buffers)]
     with context.translated("o1c_copy: bind group"):
         group = context.groups.get(kernel.name, layout, ranges)
-    return [Step(kernel.name, pipeline, group, [offset], kernel.grid(params), ())]
+    return [make_step(context, kernel.name, pipeline, group, offset, kernel.grid(params))]
 
 
 def _stamped_each(context: Context, steps: list[Step]) -> tuple[float, ...] | None:
@@ -92,7 +92,7 @@ def _stamped_each(context: Context, steps: list[Step]) -> tuple[float, ...] | No
                 compute_pass = encoder.begin_compute_pass(
                     label=f"o1.{step.kernel}", timestamp_writes=watch.writes(number)
                 )
-                record([step], compute_pass)
+                record(context, [step], compute_pass)
                 compute_pass.end()
             watch.resolve(encoder)
         context.submit(encoder, "profile")

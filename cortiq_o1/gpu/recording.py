@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,6 +44,29 @@ class Step:
     offsets: list[int]  # a list, as wgpu wants it
     grid: Grid
     bound: tuple[Bound, ...]
+    call: Any
+    """What `raw.RawCalls` makes of it, None where only the methods of a pass serve."""
+
+
+class Lent(NamedTuple):
+    """A resident's last call over the caller's buffers, and what must be as it was for its steps to serve
+    again; the references are weak, since who holds a buffer is not the recorder's business."""
+
+    resident: weakref.ref[Resident]
+    rows: int
+    planes: tuple[Place, ...]
+    buffers: tuple[weakref.ref[Any], ...]
+    steps: list[Step]
+
+
+def make_step(
+    context: Context, kernel: str, pipeline: Any, group: Any, offset: int, grid: Grid,
+    bound: tuple[Bound, ...] = (),
+) -> Step:  # fmt: skip
+    """A dispatch of a pipeline over a bind group, its parameters at an offset."""
+    offsets = [offset]
+    call = None if context.raw is None else context.raw.call(pipeline, group, offsets, grid)
+    return Step(kernel, pipeline, group, offsets, grid, bound, call)
 
 
 def pack(kernel: str, params: Iterable[tuple[str, int | float]]) -> bytes:
@@ -71,7 +95,8 @@ class Recorder:
         self.context = context
         self._kept: OrderedDict[tuple[int, ...], tuple[Plan, list[Step]]] = OrderedDict()
         self._steps = 0
-        self._generation: tuple[int, int, int] | None = None
+        self._generation = -1
+        self._lent: dict[int, Lent] = {}
 
     def steps(
         self,
@@ -102,16 +127,41 @@ class Recorder:
                 self._kept.move_to_end(key)
                 return found[1]
         steps = self._resolve(plan, given, set(rows or ()))
-        if context.generation != self._generation:
-            self._kept.clear()
-            self._steps = 0
-            self._generation = context.generation
+        self._follow()
         self._kept[key] = (plan, steps)
         self._steps += len(steps)
         while len(self._kept) > 1 and (len(self._kept) > MOST_RECORDINGS or self._steps > MOST_STEPS):
             _, (_, oldest) = self._kept.popitem(last=False)
             self._steps -= len(oldest)
         return steps
+
+    def again(self, resident: Resident, rows: int, buffers: Sequence[Any]) -> list[Step] | None:
+        """The steps that `lend` was told for the resident, if they serve for these rows and buffers."""
+        self.context.groups.tidy()
+        self._follow()
+        last = self._lent.get(id(resident))
+        if last is None or last.rows != rows or last.resident() is not resident:
+            return None
+        if last.planes != tuple(resident.buffers.values()):
+            return None
+        q, k, v, out = last.buffers
+        same = q() is buffers[0] and k() is buffers[1] and v() is buffers[2] and out() is buffers[3]
+        return last.steps if same else None
+
+    def lend(self, resident: Resident, rows: int, buffers: Sequence[Any], steps: list[Step]) -> None:
+        """Keeps the steps of a call over the caller's q, k, v and out for `again`."""
+        self._lent[id(resident)] = Lent(
+            weakref.ref(resident), rows, tuple(resident.buffers.values()),
+            tuple(weakref.ref(buffer) for buffer in buffers), steps,
+        )  # fmt: skip
+
+    def _follow(self) -> None:
+        """Drops what an earlier generation left."""
+        if self.context.generation != self._generation:
+            self._kept.clear()
+            self._lent.clear()
+            self._steps = 0
+            self._generation = self.context.generation
 
     def _resolve(self, plan: Plan, given: Mapping[str, Any], exact: set[str]) -> list[Step]:
         context = self.context
@@ -151,11 +201,15 @@ class Recorder:
             for name, binding in zip(dispatch.planes, kernel.bindings, strict=True)
             for plane in members(name)
         )
-        return Step(dispatch.kernel, pipeline, group, [offset], dispatch.grid, bound)
+        return make_step(context, dispatch.kernel, pipeline, group, offset, dispatch.grid, bound)
 
 
-def record(steps: list[Step], compute_pass: Any) -> None:
+def record(context: Context, steps: list[Step], compute_pass: Any) -> None:
     """Tells a compute pass the steps, in order."""
+    raw = context.raw
+    if raw is not None and raw.takes(compute_pass):
+        raw.record([step.call for step in steps], compute_pass)
+        return
     pipeline = None
     for step in steps:
         if step.pipeline is not pipeline:
@@ -173,21 +227,24 @@ def submit_steps(
     encoder = context.encoder(f"o1.{what}")
     with context.translated(what):
         compute_pass = encoder.begin_compute_pass(label=f"o1.{what}", timestamp_writes=timestamps)
-        record(steps, compute_pass)
+        record(context, steps, compute_pass)
         compute_pass.end()
         if after is not None:
             after(encoder)
     context.submit(encoder, what)
 
 
-def check_lent(context: Context, todo: Plan, compute_pass: Any, given: Mapping[str, Any]) -> None:
-    """Raises `ArgumentError` for a caller's buffer that cannot stand for the row plane it is given for,
-    `ArgumentTypeError` for a pass that is none."""
-    device = context.device
+def check_pass(context: Context, compute_pass: Any) -> None:
+    """Raises `ArgumentTypeError` for a pass that is none, `ArgumentError` for another device's."""
     if not hasattr(compute_pass, "dispatch_workgroups"):
         raise ArgumentTypeError(f"compute_pass: {type(compute_pass).__name__}, expected a compute pass")
-    if getattr(compute_pass, "_device", device) is not device:
+    if getattr(compute_pass, "_device", context.device) is not context.device:
         raise ArgumentError(f"compute_pass: of another device, expected one of {context.label}")
+
+
+def check_lent(context: Context, todo: Plan, given: Mapping[str, Any]) -> None:
+    """Raises `ArgumentError` for a caller's buffer that cannot stand for the row plane it is given for."""
+    device = context.device
     for plane, buffer in given.items():
         name = INPUTS.get(plane, plane) + "_buffer"
         if not (hasattr(buffer, "usage") and hasattr(buffer, "size")):
