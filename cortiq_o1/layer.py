@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,6 +54,8 @@ class Layer:
         self._drafts: dict[str, int] = {}
         self._line: object = object()
         self._logs: Logs | None = None
+        self._again: weakref.ref[Any] | None = None
+        """The engine's for the last call of `encode`."""
 
     @classmethod
     def _of(
@@ -411,6 +414,19 @@ class Layer:
             ArgumentError, ArgumentTypeError: a buffer too small, shared with the output, or `rows` no
                 positive integer; nothing has been recorded.
         """
+        # A decoder's next token is over the same buffers: there is nothing left to find out or to check.
+        again = None if self._again is None else self._again()
+        if (
+            again is not None
+            and commit is True
+            and type(rows) is int
+            and rows == again.rows
+            and not draft
+            and self._logs is None
+            and again.record(self._held.resident, compute_pass, q_buffer, k_buffer, v_buffer, out_buffer)
+        ):
+            self._moved(rows)
+            return
         encode = getattr(self._engine, "encode", None)
         if encode is None:
             raise DeviceError(f"encode: {self._device.name} has no compute passes; use attend")
@@ -428,7 +444,8 @@ class Layer:
             raise ArgumentError("out_buffer: the same buffer as an input, expected one of its own")
         log = self._log(True) if commit else None
         buffers = (q_buffer, k_buffer, v_buffer, out_buffer)
-        encode(self._held.resident, compute_pass, *buffers, rows, commit, draft, log)
+        again = encode(self._held.resident, compute_pass, *buffers, rows, commit, draft, log)
+        self._again = None if again is None else weakref.ref(again)
         if commit:
             self._moved(rows)
         else:

@@ -50,6 +50,11 @@ class BindGroups:
             weakref.finalize(buffer, self._gone.append, serial).atexit = False
         return serial
 
+    @property
+    def untidy(self) -> bool:
+        """Whether `tidy` has something to drop."""
+        return bool(self._gone)
+
     def tidy(self) -> None:
         """Drops the groups of buffers that are gone."""
         while self._gone:

@@ -22,7 +22,7 @@ from .context import Context, context_of
 from .isolated import run_isolated
 from .logs import Log
 from .measuring import copy_steps, profile_steps, random_steps, time_steps
-from .recording import INPUTS, Recorder, Step, blocks, check_lent, check_pass, record, submit_steps
+from .recording import INPUTS, Again, Recorder, Step, blocks, check_lent, check_pass, record, submit_steps
 from .residents import Buffers, Draft, Resident, allocate
 from .timing import Clock, Profile, Stopwatch, Timing
 
@@ -154,9 +154,10 @@ class GpuEngine:
         self, resident: Resident, compute_pass: Any,
         q_buffer: Any, k_buffer: Any, v_buffer: Any, out_buffer: Any, rows: int, commit: bool,
         draft: str = "", log: Log | None = None,
-    ) -> None:  # fmt: skip
+    ) -> Again | None:  # fmt: skip
         """Records `rows` rows into the caller's compute pass, over the caller's buffers; what `attend`
-        does with drafts and the log counts from here on.
+        does with drafts and the log counts from here on. What is returned records the same call again, in
+        a fraction of the time; hold it weakly.
 
         Raises:
             ArgumentError: a buffer is foreign, too small, no storage buffer, or shared with the
@@ -164,28 +165,24 @@ class GpuEngine:
             ArgumentTypeError: `compute_pass` is none.
             GeometryError: so many rows pass the device's limits.
         """
-        context, recorder = self.context, self._recorder
+        context = self.context
         buffers = (q_buffer, k_buffer, v_buffer, out_buffer)
-        plain = commit and log is None
-        room: Buffers = {}
         with context.lock:
             check_pass(context, compute_pass)
-            # A decoder's next token is over the same buffers: nothing is left to find out or to check.
-            steps = recorder.again(resident, rows, buffers) if plain else None
-            if steps is None:
-                todo = self._plan(resident, rows, commit)
-                given = dict(zip((*INPUTS, "out"), buffers, strict=True))
-                check_lent(context, todo, given)
-                room = {} if commit else resident.room(context, rows)
-                steps = recorder.steps(todo, resident, room, given)
-                if commit and log is not None:
-                    sources = {part: (given[name], todo.planes[name]) for name, part in INPUTS.items()}
-                    steps = [*steps, *log.steps(sources, rows)]
-                if plain:
-                    recorder.lend(resident, rows, buffers, steps)
+            todo = self._plan(resident, rows, commit)
+            given = dict(zip((*INPUTS, "out"), buffers, strict=True))
+            check_lent(context, todo, given)
+            room = {} if commit else resident.room(context, rows)
+            steps = self._recorder.steps(todo, resident, room, given)
+            if commit and log is not None:
+                sources = {part: (given[name], todo.planes[name]) for name, part in INPUTS.items()}
+                steps = [*steps, *log.steps(sources, rows)]
             with context.translated("encode"):
                 record(context, steps, compute_pass)
             self._settle(resident, rows, commit, draft, room, log)
+            if not commit or log is not None:
+                return None
+            return self._recorder.again(resident, rows, buffers, steps)
 
     # State from one resident into another, see `moves.py`.
 

@@ -17,6 +17,7 @@ from ..planning import BLOCK_ROWS
 from ..plans import SHADOW, Dispatch, Plan, base_plane, is_store, members
 from .buffers import STORAGE, Part, Place, span
 from .context import Context
+from .raw import RawCalls
 from .residents import Resident, parts
 
 MOST_RECORDINGS, MOST_STEPS = 512, 1 << 16
@@ -48,15 +49,60 @@ class Step:
     """What `raw.RawCalls` makes of it, None where only the methods of a pass serve."""
 
 
-class Lent(NamedTuple):
-    """A resident's last call over the caller's buffers, and what must be as it was for its steps to serve
-    again; the references are weak, since who holds a buffer is not the recorder's business."""
+class Again:
+    """A committed call over the caller's buffers, told to a pass anew for as long as nothing has changed."""
 
-    resident: weakref.ref[Resident]
-    rows: int
-    planes: tuple[Place, ...]
-    buffers: tuple[weakref.ref[Any], ...]
-    steps: list[Step]
+    __slots__ = (
+        "__weakref__",
+        "_buffers",
+        "_calls",
+        "_context",
+        "_generation",
+        "_raw",
+        "_resident",
+        "_steps",
+        "rows",
+    )
+
+    def __init__(
+        self, context: Context, raw: RawCalls, resident: Resident, rows: int, buffers: Sequence[Any],
+        steps: Sequence[Step],
+    ) -> None:  # fmt: skip
+        self.rows = rows
+        self._context, self._raw, self._resident = context, raw, resident
+        self._generation = context.generation
+        # Weak, since who holds the caller's buffers is not the recorder's business.
+        self._buffers = tuple(weakref.ref(buffer) for buffer in buffers)
+        self._steps = steps  # whose objects the calls point at
+        self._calls = [step.call for step in steps]
+
+    def record(self, resident: Any, compute_pass: Any, q: Any, k: Any, v: Any, out: Any) -> bool:
+        """Whether the call was the same as before, and has been recorded; otherwise nothing has happened.
+
+        Raises what `GpuEngine.encode` raises.
+        """
+        context = self._context
+        old_q, old_k, old_v, old_out = self._buffers
+        with context.lock:
+            if (
+                resident is not self._resident
+                or resident.drafts
+                or context.groups.untidy
+                or context.generation != self._generation
+                or q is not old_q()
+                or k is not old_k()
+                or v is not old_v()
+                or out is not old_out()
+                or not self._raw.takes(compute_pass)
+                or compute_pass._device is not context.device
+            ):
+                return False
+            try:
+                self._raw.record(self._calls, compute_pass)
+            except Exception as error:
+                with context.translated("encode"):
+                    raise error
+            return True
 
 
 def make_step(
@@ -96,7 +142,7 @@ class Recorder:
         self._kept: OrderedDict[tuple[int, ...], tuple[Plan, list[Step]]] = OrderedDict()
         self._steps = 0
         self._generation = -1
-        self._lent: dict[int, Lent] = {}
+        self._again: dict[int, Again] = {}
 
     def steps(
         self,
@@ -118,6 +164,7 @@ class Recorder:
                 have: Any = resident.buffers.get(name)
                 if have is None or have.size < nbytes:  # a batch may have grown
                     resident.buffers[name] = context.memory.create(name, nbytes)
+                self._again.pop(id(resident), None)
         given = {**resident.buffers, **(kept or {}), **(rows or {})}
         key = (id(plan), *(context.groups.serial(span(place).buffer) for place in given.values()))
         if context.generation == self._generation:
@@ -135,31 +182,23 @@ class Recorder:
             self._steps -= len(oldest)
         return steps
 
-    def again(self, resident: Resident, rows: int, buffers: Sequence[Any]) -> list[Step] | None:
-        """The steps that `lend` was told for the resident, if they serve for these rows and buffers."""
-        self.context.groups.tidy()
+    def again(
+        self, resident: Resident, rows: int, buffers: Sequence[Any], steps: Sequence[Step]
+    ) -> Again | None:
+        """For the same call over the same buffers of the caller's once more; the recorder holds it, until
+        something changes, and the caller a weak reference. None where passes are told by methods."""
+        raw = self.context.raw
+        if raw is None:
+            return None
         self._follow()
-        last = self._lent.get(id(resident))
-        if last is None or last.rows != rows or last.resident() is not resident:
-            return None
-        if last.planes != tuple(resident.buffers.values()):
-            return None
-        q, k, v, out = last.buffers
-        same = q() is buffers[0] and k() is buffers[1] and v() is buffers[2] and out() is buffers[3]
-        return last.steps if same else None
-
-    def lend(self, resident: Resident, rows: int, buffers: Sequence[Any], steps: list[Step]) -> None:
-        """Keeps the steps of a call over the caller's q, k, v and out for `again`."""
-        self._lent[id(resident)] = Lent(
-            weakref.ref(resident), rows, tuple(resident.buffers.values()),
-            tuple(weakref.ref(buffer) for buffer in buffers), steps,
-        )  # fmt: skip
+        found = self._again[id(resident)] = Again(self.context, raw, resident, rows, buffers, steps)
+        return found
 
     def _follow(self) -> None:
         """Drops what an earlier generation left."""
         if self.context.generation != self._generation:
             self._kept.clear()
-            self._lent.clear()
+            self._again.clear()
             self._steps = 0
             self._generation = self.context.generation
 
