@@ -33,7 +33,7 @@ import cortiq_o1 as o1
 from cortiq_o1.gpu.timing import Stopwatch
 from cortiq_o1.planes import PLANES, Sizes
 
-LAYERS, ROUNDS, TOKENS, ALONE = 32, 7, 100, 60
+LAYERS, ROUNDS, TOKENS, ALONE = 32, 15, 300, 100
 INPUTS = ("q", "k_rows", "v_rows", "out")
 FIRST = """
 import time
@@ -92,6 +92,8 @@ class Decoder:
     def methods(self) -> Iterator[None]:
         """wgpu-py's methods instead of the C functions."""
         raw, self.context.raw = self.context.raw, None
+        for layer in self.layers:
+            layer._again = None
         try:
             yield
         finally:
