@@ -160,7 +160,7 @@ class Bench:
 
     def plan(self, residents: Sequence[Any], rows: int, path: str = "auto") -> Callable[[], float]:
         """Seconds a layer of a call on these residents."""
-        engine = o1.open_device(self.device.gpu, path).engine
+        engine = o1.open_device(self.device.gpu, path, kv=residents[0].kv).engine
         for one in residents:
             one.forget()
 
@@ -194,16 +194,17 @@ def filled(geometry: o1.Geometry, seed: int) -> dict[str, np.ndarray]:
     return planes
 
 
-def layers_of(bench: Bench, geometry: o1.Geometry) -> list[Any]:
+def layers_of(bench: Bench, geometry: o1.Geometry, kv: str = "f32") -> list[Any]:
     """Residents with states of their own, of the same numbers."""
     planes = filled(geometry, 0)
     nbytes = sum(plane.nbytes for plane in planes.values())
     count = max(2, min(bench.layers, MOST_BYTES // nbytes))
-    return [bench.device.engine.upload(geometry, planes) for _ in range(count)]
+    engine = o1.open_device(bench.device.gpu, kv=kv).engine
+    return [engine.upload(geometry, planes) for _ in range(count)]
 
 
-def worst_error(bench: Bench, geometry: o1.Geometry, rows: int, path: str) -> float:
-    """The largest difference from the float64 reference over the first layer's outputs."""
+def worst_error(bench: Bench, geometry: o1.Geometry, rows: int, path: str, kv: str = "f32") -> float:
+    """The largest difference from the float64 reference, which rounds nothing, over a layer's outputs."""
     rng = np.random.default_rng(1)
     planes = filled(geometry, 0)
     new = [
@@ -213,7 +214,7 @@ def worst_error(bench: Bench, geometry: o1.Geometry, rows: int, path: str) -> fl
             (geometry.num_kv_heads, geometry.value_dim or 0),
         )
     ]  # fmt: skip
-    engine = o1.open_device(bench.device.gpu, path).engine
+    engine = o1.open_device(bench.device.gpu, path, kv=kv).engine
     got = engine.attend(engine.upload(geometry, planes), *new, True)
     want = ReferenceLayer.from_planes(geometry, planes).run(*new)
     return max(float(np.abs(out - row.out).max()) for out, row in zip(got, want, strict=True))
@@ -255,20 +256,25 @@ def measure(bench: Bench, tables: Sequence[str]) -> dict[str, Any]:
         run()
         for one in shared[1:]:  # each layer then waits for the one before
             one.buffers["fu_part"] = shared[0].buffers["fu_part"]
+        halves = layers_of(bench, LLAMA, "f16")
         errors = {name: worst_error(bench, LLAMA, 1, name) for name in ("auto", "token")}
+        f16 = worst_error(bench, LLAMA, 1, "auto", "f16")
         bench.turns(
             "token",
             {
                 "fused": bench.plan(own, 1),
                 "fused, each layer waits for the one before": bench.plan(shared, 1),
                 "token": bench.plan(own, 1, "token"),
+                "fused, windows in float16": bench.plan(halves, 1),
             },
-            error={"fused": errors["auto"], "token": errors["token"]},
+            error={"fused": errors["auto"], "token": errors["token"], "fused, windows in float16": f16},
         )
     if "chunks" in tables:
-        own = layers_of(bench, LLAMA)
+        own, halves = layers_of(bench, LLAMA), layers_of(bench, LLAMA, "f16")
         paths = {f"{path}, {rows} rows": (rows, path) for rows in (16, 64, 128) for path in ("flash", "gemm")}
-        bench.turns("chunks", {name: bench.plan(own, *which) for name, which in paths.items()})
+        runs = {name: bench.plan(own, *which) for name, which in paths.items()}
+        runs["flash, 64 rows, windows in float16"] = bench.plan(halves, 64)
+        bench.turns("chunks", runs)
     if "shapes" in tables:
         for geometry, name in shapes():
             own = layers_of(bench, geometry)

@@ -18,6 +18,7 @@ Rows = tuple[Float32, Float32, Float32]
 
 LARGEST = 1e14
 """Largest size of a number that goes into products: a logit then stays finite, whatever the width."""
+LARGEST_FLOAT16 = 65504.0
 
 # Extension dtypes (bfloat16, float8) have kind "V" but convert exactly.
 _NARROW_FLOATS = ("bfloat16", "float8")
@@ -52,6 +53,16 @@ def as_float32(name: str, value: Any, shape: tuple[int | str, ...]) -> Float32:
         _refuse(name, result, ~np.isfinite(result), "are not finite in float32")
         _refuse(name, result, np.abs(result) > LARGEST, f"are larger than {LARGEST:g}")
     return result
+
+
+def as_float16(name: str, array: Float32) -> Float32:
+    """The array with every value rounded to the nearest float16, in float32.
+
+    Raises `ArgumentError` for values beyond float16's range, with the first one's index.
+    """
+    too_large = np.abs(array) > LARGEST_FLOAT16
+    _refuse(name, array, too_large, f"are larger than {LARGEST_FLOAT16:g}, the largest float16")
+    return array.astype(np.float16).astype(np.float32)
 
 
 def _refuse(name: str, array: Float32, bad: npt.NDArray[np.bool_], what: str) -> None:

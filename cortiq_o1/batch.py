@@ -120,7 +120,8 @@ class Batch:
             stream, rows = self._stream_of(sequence), sequence.rows
         elif isinstance(sequence, LayerState):
             self._check_state(sequence, "sequence")
-            stream, rows = SealedStream.of(self._engine, sequence), sequence.rows
+            kept = self._device._kept_state(sequence)
+            stream, rows = SealedStream.of(self._engine, kept), sequence.rows
         else:
             raise ArgumentTypeError(f"sequence: {type(sequence).__name__}, expected a LayerState or a Layer")
         shard = self._shard_with_room()
@@ -284,7 +285,7 @@ class Batch:
         q = as_float32("q", q, (batch, rows, geometry.num_heads, geometry.head_dim))
         value_dim = geometry.value_dim or geometry.head_dim
         v = as_float32("v", v, (batch, rows, geometry.num_kv_heads, value_dim))
-        return q, k, v
+        return self._device._kept_rows((q, k, v))
 
     def _check_state(self, state: LayerState, name: str) -> None:
         if state.geometry != self._geometry:

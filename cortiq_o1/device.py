@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, overload
 
+from .arrays import Rows, as_float16
 from .engine import Engine
 from .errors import ArgumentTypeError
 from .geometry import Geometry
@@ -70,11 +71,19 @@ class Device:
     """Where layers live: a GPU, a software renderer, or NumPy. Made by `open_device`."""
 
     def __init__(
-        self, info: DeviceInfo, path: str, limits: Limits, gpu: Any = None, precision: str = "exact"
+        self,
+        info: DeviceInfo,
+        path: str,
+        limits: Limits,
+        gpu: Any = None,
+        precision: str = "exact",
+        kv: str = "f32",
     ) -> None:
         self._info = info
         self._path = path
-        self._limits = limits
+        # NumPy's planes are float32 whatever their values are rounded to.
+        self._limits = limits if gpu is None else replace(limits, kv=kv)
+        self._kv = kv
         products = gpu is not None or path != "auto"  # NumPy without a plan has none to round for
         self._precision = precision if products and limits.float16 else "exact"
         self._gpu = gpu
@@ -121,6 +130,11 @@ class Device:
         return self._precision
 
     @property
+    def kv(self) -> str:
+        """How keys and values of window and sinks are kept, "f32" or "f16"."""
+        return self._kv
+
+    @property
     def gpu(self) -> Any:
         """The device object of wgpu or wgpudawn, None for the CPU."""
         return self._gpu
@@ -137,7 +151,7 @@ class Device:
         if self._gpu is not None:
             from .gpu.executor import GpuEngine
 
-            return GpuEngine(self._gpu, self._path, self._precision)
+            return GpuEngine(self._gpu, self._path, self._precision, self._kv)
         if self._path != "auto":
             from .cpu.executor import PlanEngine
 
@@ -175,7 +189,18 @@ class Device:
         from .layer import Layer
 
         self._check_geometry(state.geometry)
-        return Layer._of(self, state, archive, reseal_every)
+        return Layer._of(self, self._kept_state(state), archive, reseal_every)
+
+    def _kept_state(self, state: LayerState) -> LayerState:
+        """A state as the device keeps it."""
+        return state.rounded() if self._kv == "f16" else state
+
+    def _kept_rows(self, rows: Rows) -> Rows:
+        """Queries, keys and values as the device takes them in."""
+        if self._kv == "f32":
+            return rows
+        q, k, v = rows
+        return q, as_float16("k", k), as_float16("v", v)
 
     def _check_geometry(self, geometry: Geometry) -> None:
         # Of two rows: one row alone may take a path of its own.
@@ -248,7 +273,7 @@ class Device:
         if progress is not None and not callable(progress):
             raise ArgumentTypeError(f"progress: {type(progress).__name__}, expected a callable")
         options = SealOptions(*how)
-        checked = check_rows(*rows, geometry)
+        checked = self._kept_rows(check_rows(*rows, geometry))
         self._check_geometry(geometry)
         return Layer._of_prompt(self, checked, geometry, options, progress, archive, reseal_every)
 
@@ -258,10 +283,12 @@ class Device:
             **self._info.to_dict(),
             "path": self._path,
             "precision": self._precision,
+            "kv": self._kv,
             "binding_bytes": self._limits.binding_bytes,
             "workgroups": self._limits.workgroups,
         }
 
     def __repr__(self) -> str:
         fast = f", precision={self._precision!r}" if self._precision != "exact" else ""
-        return f"Device({self.name!r}, {self.backend!r}, path={self._path!r}{fast})"
+        halves = f", kv={self._kv!r}" if self._kv != "f32" else ""
+        return f"Device({self.name!r}, {self.backend!r}, path={self._path!r}{fast}{halves})"

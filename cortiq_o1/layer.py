@@ -158,7 +158,7 @@ class Layer:
         """
         commit = as_bool("commit", commit)
         draft = _as_draft(draft, commit)
-        rows = check_rows(q, k, v, self._geometry)
+        rows = self._device._kept_rows(check_rows(q, k, v, self._geometry))
         count = len(rows[1])
         if count == 0:
             out = np.zeros((0, self._geometry.num_heads, self._geometry.value_dim or 0), np.float32)
@@ -290,7 +290,9 @@ class Layer:
             raise ArgumentTypeError(f"name: {name!r}, expected a string")
         held, engine = self._held, self._engine
         fork = engine.fork(held.resident)
-        nbytes = moving_bytes(held.resident.geometry, held.archive if self.sealed else 0)
+        nbytes = moving_bytes(
+            held.resident.geometry, held.archive if self.sealed else 0, self._device.limits.kv
+        )
         if isinstance(held, ExactStream):
             nbytes += held.history.nbytes
         return Snapshot(

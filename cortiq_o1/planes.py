@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from .geometry import Geometry
 from .tiling import flash_slots, fused_splits, fused_words
@@ -64,6 +65,12 @@ FF_GAINS, FF_WEIGHTS, FF_WORDS = 4, 68, 132
 """Words of a row in `fl_far`; from `FF_GAINS` and `FF_WEIGHTS` on 64 each."""
 
 
+KV_BYTES: MappingProxyType[str, int] = MappingProxyType({"f32": 4, "f16": 2})
+"""How a device may keep the rows of rings and sinks, and bytes a number then takes."""
+KV_PLANES: tuple[str, ...] = ("ring_k", "ring_v")
+"""The planes that are kept so; all others are float32, or words."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What the symbols in plane shapes stand for: a geometry, a call's rows, a sub-chunk's rows."""
@@ -88,15 +95,23 @@ class Sizes:
     fused: int
     flash: int
     fslots: int
+    kv: str
 
     @classmethod
     def of(
-        cls, geometry: Geometry, rows: int = 1, kcap: int = 1, workgroups: int = 256, archive: int = 1
+        cls,
+        geometry: Geometry,
+        rows: int = 1,
+        kcap: int = 1,
+        workgroups: int = 256,
+        archive: int = 1,
+        kv: str = "f32",
     ) -> Sizes:
         """The sizes of `rows` rows in sub-chunks of at most `kcap` rows.
 
         `workgroups`: how many keep the device busy, see `planning.Limits`; the keys are split until
         there are about as many. `archive`: evictions that the archive holds, 1 where there is none.
+        `kv`: how rings are kept, one of `KV_BYTES`.
         """
         near = geometry.window + geometry.sinks
         panel = -(-(near + kcap) // PANEL_ALIGN) * PANEL_ALIGN
@@ -124,6 +139,7 @@ class Sizes:
             fused=fused_words(geometry),
             flash=6 * geometry.num_heads * geometry.landmarks * kcap + FR_WORDS * geometry.num_kv_heads,
             fslots=flash_slots(geometry, kcap, workgroups),
+            kv=kv,
         )
 
 
@@ -143,7 +159,7 @@ class Plane:
 
     def nbytes(self, sizes: Sizes) -> int:
         """The size in bytes."""
-        return 4 * math.prod(self.dims(sizes))
+        return (KV_BYTES[sizes.kv] if self.name in KV_PLANES else 4) * math.prod(self.dims(sizes))
 
     @property
     def dtype(self) -> np.dtype:
@@ -271,8 +287,19 @@ STORES: MappingProxyType[str, tuple[str, str]] = MappingProxyType(
     {"ring": ("ring_k", "ring_v"), "far": ("far_mz", "t_hat")}
 )
 """Two planes that may lie one behind the other in one buffer, so that a kernel can bind both as one."""
-STORE_ROWS = 16
-"""A store has room for a multiple of so many rows: a plane then begins on a multiple of 256 bytes."""
+STORE_ROWS = 32
+"""A store has room for a multiple of so many rows: a plane then begins on a multiple of 256 bytes, also where
+rows of four numbers take eight bytes."""
+
+
+def packed(values: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
+    """Rows of a multiple of four numbers as rings of kind "f16" keep them: float16 in pairs, two a word."""
+    return np.ascontiguousarray(values, np.float16).view(np.uint32)
+
+
+def unpacked(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
+    """The numbers that `packed` made words of, in float32."""
+    return words.view(np.float16).astype(np.float32)
 
 
 def store_rows(store: str, ng: int, near: int, nh: int, m: int) -> int:

@@ -38,12 +38,14 @@ class Limits:
     """What a device grants and what the planner must know of it, WebGPU's defaults unless said.
 
     `binding_bytes`: the largest range one binding may see; `workgroups`: how many it takes to keep the
-    device busy, about; `float16`: whether kernels may compute with 16-bit floats.
+    device busy, about; `float16`: whether kernels may compute with 16-bit floats; `kv`: how rings are kept,
+    "f32" or "f16", see `open_device`.
     """
 
     binding_bytes: int = 128 << 20
     workgroups: int = 256
     float16: bool = False
+    kv: str = "f32"
 
 
 def sub_chunks(rows: int, chunk: int) -> Iterator[tuple[int, int]]:
@@ -81,7 +83,7 @@ def check_plane(name: str, sizes: Sizes, limits: Limits) -> None:
 def check_state_fits(geometry: Geometry, limits: Limits, archive: int = 0) -> None:
     """Raises `GeometryError` where a layer of this geometry, with an archive of so many evictions, cannot
     live on a device."""
-    sizes = Sizes.of(geometry, archive=max(1, archive))
+    sizes = Sizes.of(geometry, archive=max(1, archive), kv=limits.kv)
     if sizes.near > MAX_PIECES * MAX_LOOP_STEPS:
         raise GeometryError(
             f"window: {geometry.window} and {geometry.sinks} sinks, a kernel sums at most "
@@ -94,11 +96,13 @@ def check_state_fits(geometry: Geometry, limits: Limits, archive: int = 0) -> No
 
 def _fitting(geometry: Geometry, rows: int, path: str, limits: Limits) -> int:
     """The longest sub-chunk of at most `rows` rows whose scratch fits the limits, 0 if none does."""
+
+    def fits(chunk: int) -> bool:
+        sizes = Sizes.of(geometry, rows, chunk, limits.workgroups, kv=limits.kv)
+        return all(plane_bytes(name, sizes) <= limits.binding_bytes for name in SCRATCH[path])
+
     chunk = rows
-    while chunk and any(
-        plane_bytes(name, Sizes.of(geometry, rows, chunk, limits.workgroups)) > limits.binding_bytes
-        for name in SCRATCH[path]
-    ):
+    while chunk and not fits(chunk):
         chunk -= 1
     return chunk
 
@@ -108,7 +112,7 @@ def fused_problem(geometry: Geometry, limits: Limits) -> str | None:
     for field, width in (("head_dim", geometry.head_dim), ("value_dim", geometry.value_dim or 0)):
         if width > FUSED_WIDTH:
             return f"{field}: {width}, expected at most {FUSED_WIDTH}"
-    sizes = Sizes.of(geometry)
+    sizes = Sizes.of(geometry, kv=limits.kv)
     for name in (*STORES, "fu_part"):
         nbytes = store_bytes(name, sizes) if name in STORES else plane_bytes(name, sizes)
         if nbytes > limits.binding_bytes:
@@ -147,7 +151,7 @@ def chunk_rows(geometry: Geometry, rows: int, path: str, limits: Limits) -> int:
     if path in ("flash", "gemm"):
         chunk = _fitting(geometry, most, path, limits)
         if not chunk:
-            sizes = Sizes.of(geometry, rows, 1, limits.workgroups)
+            sizes = Sizes.of(geometry, rows, 1, limits.workgroups, kv=limits.kv)
             try:
                 for name in SCRATCH[path]:
                     check_plane(name, sizes, limits)
@@ -178,7 +182,7 @@ def block_rows(geometry: Geometry, limits: Limits, path: str = "auto") -> int:
 
     Whole sub-chunks, so that a long call is cut where one plan over all its rows would be.
     """
-    sizes = Sizes.of(geometry)
+    sizes = Sizes.of(geometry, kv=limits.kv)
     widest = max(plane_bytes(name, sizes) for name in ("q", "out", "k_rows", "v_rows"))
     rows = max(1, min(BLOCK_ROWS, limits.binding_bytes // widest))
     chunk = chunk_rows(geometry, rows, path, limits)
@@ -196,7 +200,8 @@ def _build(
     geometry: Geometry, rows: int, commit: bool, path: str, limits: Limits, sizes: Sizes, archive: int,
     found: list[Dispatch],
 ) -> Plan:  # fmt: skip
-    plan = Plan(geometry, rows, commit, path, sizes.kcap, limits.workgroups, with_barriers(found), archive)
+    steps = with_barriers(found)
+    plan = Plan(geometry, rows, commit, path, sizes.kcap, limits.workgroups, steps, archive, limits.kv)
     for name in plan.planes:
         check_plane(name, plan.sizes, limits)
     return plan
@@ -206,7 +211,7 @@ def _checked_sizes(geometry: Geometry, rows: int, path: str, limits: Limits, arc
     """Sizes with `chunk_rows`, once rows and archive are known to fit: before a plan of a million
     dispatches is made."""
     chunk = chunk_rows(geometry, rows, path, limits)
-    sizes = Sizes.of(geometry, rows, chunk, limits.workgroups, max(1, archive))
+    sizes = Sizes.of(geometry, rows, chunk, limits.workgroups, max(1, archive), limits.kv)
     for name in ("q", "out", "k_rows", "v_rows", *ARCHIVE_PLANES):
         check_plane(name, sizes, limits)
     return sizes

@@ -13,7 +13,7 @@ from .errors import ArgumentError, CortiqError
 from .geometry import Geometry
 from .kernels import KERNELS, Grid
 from .params import Params
-from .planes import PLANES, STORES, SUB_ROWS, Plane, Sizes
+from .planes import KV_BYTES, PLANES, STORES, SUB_ROWS, Plane, Sizes
 
 FORMAT, VERSION = "cortiq-o1-plan", 1
 SHADOW = "shadow."
@@ -50,7 +50,7 @@ class Plan:
 
     `rows` rows go through in sub-chunks of at most `chunk`; `commit` says whether the state moves;
     `workgroups` is what the keys were split for; `archive` how many evictions the layer's archive holds,
-    0 where it has none.
+    0 where it has none; `kv` how its rings are kept, "f32" or "f16".
     """
 
     geometry: Geometry
@@ -61,6 +61,7 @@ class Plan:
     workgroups: int
     steps: tuple[Dispatch | Barrier, ...]
     archive: int = 0
+    kv: str = "f32"
 
     @cached_property
     def dispatches(self) -> tuple[Dispatch, ...]:
@@ -75,7 +76,7 @@ class Plan:
     @cached_property
     def sizes(self) -> Sizes:
         """What the symbols of the planes' shapes stand for."""
-        return Sizes.of(self.geometry, self.rows, self.chunk, self.workgroups, max(1, self.archive))
+        return Sizes.of(self.geometry, self.rows, self.chunk, self.workgroups, max(1, self.archive), self.kv)
 
     @cached_property
     def planes(self) -> dict[str, int]:
@@ -119,6 +120,7 @@ class Plan:
                 "chunk": self.chunk,
                 "workgroups": self.workgroups,
                 "archive": self.archive,
+                "kv": self.kv,
                 "planes": self.planes,
                 "steps": steps,
             }
@@ -135,7 +137,11 @@ class Plan:
             if not isinstance(data["commit"], bool) or not isinstance(data["path"], str):
                 raise ValueError(f"commit {data['commit']!r}, path {data['path']!r}")
             sizes["archive"] = check_archive(data.get("archive", 0))  # older plans have none
+            kv = data.get("kv", "f32")
+            if kv not in KV_BYTES:
+                raise ValueError(f"kv {kv!r}")
             return cls(
+                kv=kv,
                 geometry=Geometry.from_dict(data["geometry"]),
                 commit=data["commit"],
                 path=data["path"],

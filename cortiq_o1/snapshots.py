@@ -125,9 +125,9 @@ class Snapshot:
             raise StateFileError(f"{path}: no layer can have this snapshot: {error}") from error
 
 
-def moving_bytes(geometry: Geometry, archive: int) -> int:
-    """Bytes of the planes that a snapshot copies."""
-    sizes = Sizes.of(geometry, archive=archive or 1)
+def moving_bytes(geometry: Geometry, archive: int, kv: str) -> int:
+    """Bytes of the planes that a snapshot copies, on a device that keeps rings so."""
+    sizes = Sizes.of(geometry, archive=archive or 1, kv=kv)
     names = (*MOVING_PLANES, *(ARCHIVE_PLANES if archive else ()))
     return sum(PLANES[name].nbytes(sizes) for name in names)
 

@@ -12,11 +12,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import LARGEST, Float32, as_index, as_number
+from .arrays import LARGEST, Float32, as_float16, as_index, as_number
 from .errors import ArgumentError, CortiqError, StateFileError
 from .files import read_arrays, write_arrays
 from .geometry import MIN_LANDMARKS, Geometry
 from .planes import (
+    KV_PLANES,
     LARGE,
     META_EVICTED,
     META_FAR_LEN,
@@ -104,6 +105,19 @@ class LayerState:
     def sealed(self) -> bool:
         """Whether the far field exists; an unsealed layer attends exactly."""
         return self.history is None
+
+    def rounded(self) -> LayerState:
+        """The state as a device with `kv="f16"` keeps it: keys and values of window and sinks, or of the rows
+        that wait for the seal, rounded to float16. The far field stays.
+
+        Raises `ArgumentError` for values beyond float16's range.
+        """
+        if self.history is not None:
+            q, k, v = self.history
+            history = (q, as_float16("k", k), as_float16("v", v))
+            return LayerState(self.geometry, self.options, self.rows, history=history)
+        rings = {name: as_float16(name, self.planes[name]) for name in KV_PLANES}
+        return LayerState(self.geometry, self.options, self.rows, planes={**self.planes, **rings})
 
     @property
     def nbytes(self) -> int:

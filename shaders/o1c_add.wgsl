@@ -15,6 +15,7 @@
 //#include shared/group.wgsl
 //#include shared/far_planes.wgsl
 //#include shared/row_head.wgsl
+//#include shared/ring_f32.wgsl
 
 @group(0) @binding(1) var<storage, read> group_meta: array<u32>;
 @group(0) @binding(2) var<storage, read> sum_pieces: array<vec4<f32>>;
@@ -22,7 +23,7 @@
 @group(0) @binding(4) var<storage, read> gains: array<f32>;
 @group(0) @binding(5) var<storage, read> t_hat: array<vec4<f32>>;
 @group(0) @binding(6) var<storage, read> evict_weights: array<f32>;
-@group(0) @binding(7) var<storage, read> ring_v: array<vec4<f32>>;
+@group(0) @binding(7) var<storage, read> ring_v: array<RingQuad>;
 @group(0) @binding(8) var<storage, read_write> out: array<vec4<f32>>;
 
 @compute @workgroup_size(LANES)
@@ -51,7 +52,7 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
             far += gains[row * params.m + b] * numerator;
         }
         for (var j = folds.first; j < folds.end; j++) {
-            let value = ring_v[ring_row(group, g, j - folds.first) * dv4 + t];
+            let value = from_ring(ring_v[ring_row(group, g, j - folds.first) * dv4 + t]);
             far += evict_weights[row * params.kcap + j] * value;
         }
         acc += far;

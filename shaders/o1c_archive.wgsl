@@ -14,6 +14,7 @@
 
 //#include shared/layout.wgsl
 //#include shared/group.wgsl
+//#include shared/ring_f32.wgsl
 
 struct Params {
     hpg: u32,        // query heads a group
@@ -33,8 +34,8 @@ struct Params {
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> group_meta: array<u32>;
 @group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;
-@group(0) @binding(3) var<storage, read> ring_k: array<vec4<f32>>;
-@group(0) @binding(4) var<storage, read> ring_v: array<vec4<f32>>;
+@group(0) @binding(3) var<storage, read> ring_k: array<RingQuad>;
+@group(0) @binding(4) var<storage, read> ring_v: array<RingQuad>;
 @group(0) @binding(5) var<storage, read_write> archive_q: array<vec4<f32>>;
 @group(0) @binding(6) var<storage, read_write> archive_k: array<vec4<f32>>;
 @group(0) @binding(7) var<storage, read_write> archive_v: array<vec4<f32>>;
@@ -63,10 +64,10 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
         let source_row = ring_row(group, g, i - first);
         let target_row = g * params.archive + slot;
         if (t < d4) {
-            archive_k[target_row * d4 + t] = ring_k[source_row * d4 + t];
+            archive_k[target_row * d4 + t] = from_ring(ring_k[source_row * d4 + t]);
         }
         if (t < dv4) {
-            archive_v[target_row * dv4 + t] = ring_v[source_row * dv4 + t];
+            archive_v[target_row * dv4 + t] = from_ring(ring_v[source_row * dv4 + t]);
         }
     }
 }

@@ -14,9 +14,10 @@
 //#include shared/params.wgsl
 //#include shared/group.wgsl
 //#include shared/far_planes.wgsl
+//#include shared/ring_f32.wgsl
 
 @group(0) @binding(1) var<storage, read> group_meta: array<u32>;
-@group(0) @binding(2) var<storage, read> ring_v: array<vec4<f32>>;
+@group(0) @binding(2) var<storage, read> ring_v: array<RingQuad>;
 @group(0) @binding(3) var<storage, read> far_rows: array<f32>;
 @group(0) @binding(4) var<storage, read_write> far_mz: array<f32>;
 @group(0) @binding(5) var<storage, read_write> t_hat: array<vec4<f32>>;
@@ -42,7 +43,7 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
     var mass = 0.0;
     for (var j = folds.first; j < folds.end; j++) {
         let weight = far_rows[far_rows_at(S_WEIGHT, gh, a, j)];
-        values += weight * ring_v[ring_row(group, g, j - folds.first) * dv4 + t];
+        values += weight * from_ring(ring_v[ring_row(group, g, j - folds.first) * dv4 + t]);
         mass += weight;
     }
     let far_len = group.far_len + (folds.end - folds.first);

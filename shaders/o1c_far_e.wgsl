@@ -15,9 +15,10 @@
 //#include shared/group.wgsl
 //#include shared/far_planes.wgsl
 //#include shared/arithmetic.wgsl
+//#include shared/ring_f32.wgsl
 
 @group(0) @binding(1) var<storage, read> group_meta: array<u32>;
-@group(0) @binding(2) var<storage, read> ring_k: array<vec4<f32>>;
+@group(0) @binding(2) var<storage, read> ring_k: array<RingQuad>;
 @group(0) @binding(3) var<storage, read> q_tilde: array<vec4<f32>>;
 @group(0) @binding(4) var<storage, read> far_mz: array<f32>;
 @group(0) @binding(5) var<storage, read_write> far_rows: array<f32>;
@@ -42,7 +43,7 @@ fn main(@builtin(workgroup_id) wid: vec3<u32>, @builtin(local_invocation_index) 
                 let landmark = (gh * params.m + a) * d4;
                 var acc = vec4<f32>(0.0);
                 for (var e = 0u; e < d4; e++) {
-                    acc += q_tilde[landmark + e] * ring_k[key + e];
+                    acc += q_tilde[landmark + e] * from_ring(ring_k[key + e]);
                 }
                 logit = sum4(acc) * params.scale - far_mz[far_mz_at(MZ_SHIFT, gh, a)];
             }

@@ -14,6 +14,7 @@
 
 //#include shared/flash.wgsl
 //#include shared/far_planes.wgsl
+//#include shared/ring_f32.wgsl
 
 const META_WORDS: u32 = 8u;
 const META_LEN: u32 = 0u;
@@ -25,8 +26,8 @@ const META_EVICTED: u32 = 6u;
 @group(0) @binding(2) var<storage, read> k_rows: array<vec4<f32>>;
 @group(0) @binding(3) var<storage, read> v_rows: array<vec4<f32>>;
 @group(0) @binding(4) var<storage, read> fl_rows: array<f32>;
-@group(0) @binding(5) var<storage, read_write> ring_k: array<vec4<f32>>;
-@group(0) @binding(6) var<storage, read_write> ring_v: array<vec4<f32>>;
+@group(0) @binding(5) var<storage, read_write> ring_k: array<RingQuad>;
+@group(0) @binding(6) var<storage, read_write> ring_v: array<RingQuad>;
 @group(0) @binding(7) var<storage, read_write> far_mz: array<f32>;
 @group(0) @binding(8) var<storage, read_write> t_hat: array<vec4<f32>>;
 
@@ -58,7 +59,7 @@ fn main(@builtin(workgroup_id) wid: vec3<u32>, @builtin(local_invocation_index) 
     let base = g * near_capacity();
     let folded = end - first;
     if (at < folded && t < dv4) {
-        sh_v[column][at] = ring_v[(base + (head + at) % window) * dv4 + t];
+        sh_v[column][at] = from_ring(ring_v[(base + (head + at) % window) * dv4 + t]);
     }
     storageBarrier();
     workgroupBarrier();
@@ -67,10 +68,10 @@ fn main(@builtin(workgroup_id) wid: vec3<u32>, @builtin(local_invocation_index) 
         let slot = base + (head + len + j) % window;
         let source = (params.r0 + j) * params.ng + g;
         if (t < d4) {
-            ring_k[slot * d4 + t] = k_rows[source * d4 + t];
+            ring_k[slot * d4 + t] = to_ring(k_rows[source * d4 + t]);
         }
         if (t < dv4) {
-            ring_v[slot * dv4 + t] = v_rows[source * dv4 + t];
+            ring_v[slot * dv4 + t] = to_ring(v_rows[source * dv4 + t]);
         }
     }
     if (wid.x == 0u && lane == 0u) {

@@ -16,9 +16,10 @@
 //#include shared/group.wgsl
 //#include shared/far_planes.wgsl
 //#include shared/arithmetic.wgsl
+//#include shared/ring_f32.wgsl
 
 @group(0) @binding(1) var<storage, read> group_meta: array<u32>;
-@group(0) @binding(2) var<storage, read> ring_k: array<vec4<f32>>;
+@group(0) @binding(2) var<storage, read> ring_k: array<RingQuad>;
 @group(0) @binding(3) var<storage, read> q_tilde: array<vec4<f32>>;
 @group(0) @binding(4) var<storage, read> far_mz: array<f32>;
 @group(0) @binding(5) var<storage, read> q: array<vec4<f32>>;
@@ -141,10 +142,10 @@ fn main(@builtin(workgroup_id) wid: vec3<u32>, @builtin(local_invocation_index) 
             let k5 = k_tilde[to_key.y + f];
             let k6 = k_tilde[to_key.z + f];
             let k7 = k_tilde[to_key.w + f];
-            let y0 = ring_k[key_low + e];
-            let y1 = ring_k[key_high + e];
-            let y2 = select(vec4<f32>(0.0), ring_k[key_low + f], more);
-            let y3 = select(vec4<f32>(0.0), ring_k[key_high + f], more);
+            let y0 = from_ring(ring_k[key_low + e]);
+            let y1 = from_ring(ring_k[key_high + e]);
+            let y2 = select(vec4<f32>(0.0), from_ring(ring_k[key_low + f]), more);
+            let y3 = select(vec4<f32>(0.0), from_ring(ring_k[key_high + f]), more);
             let l0 = q_tilde[to_query.x + e];
             let l1 = q_tilde[to_query.y + e];
             let l2 = q_tilde[to_query.z + e];

@@ -16,12 +16,13 @@
 //#include shared/far_planes.wgsl
 //#include shared/arithmetic.wgsl
 //#include shared/outer.wgsl
+//#include shared/ring_f32.wgsl
 
 @group(0) @binding(1) var<storage, read> group_meta: array<u32>;
 @group(0) @binding(2) var<storage, read> fl_far: array<f32>;
 @group(0) @binding(3) var<storage, read> fl_parts: array<vec4<f32>>;
 @group(0) @binding(4) var<storage, read> t_hat: array<vec4<f32>>;
-@group(0) @binding(5) var<storage, read> ring_v: array<vec4<f32>>;
+@group(0) @binding(5) var<storage, read> ring_v: array<RingQuad>;
 @group(0) @binding(6) var<storage, read_write> out: array<vec4<f32>>;
 
 const ROWS: u32 = 8u;
@@ -132,10 +133,10 @@ fn main(@builtin(workgroup_id) wid: vec3<u32>, @builtin(local_invocation_index) 
     for (var j = last.first + stripe; j < last.end; j += 4u * STRIPES) {
         let j4 = vec4<u32>(j) + vec4<u32>(0u, 1u, 2u, 3u) * STRIPES;
         let c = min(j4, vec4<u32>(last.end - 1u)) - vec4<u32>(last.first);
-        let v0 = ring_v[ring_row(group, g, c.x) * dv4 + t];
-        let v1 = ring_v[ring_row(group, g, c.y) * dv4 + t];
-        let v2 = ring_v[ring_row(group, g, c.z) * dv4 + t];
-        let v3 = ring_v[ring_row(group, g, c.w) * dv4 + t];
+        let v0 = from_ring(ring_v[ring_row(group, g, c.x) * dv4 + t]);
+        let v1 = from_ring(ring_v[ring_row(group, g, c.y) * dv4 + t]);
+        let v2 = from_ring(ring_v[ring_row(group, g, c.z) * dv4 + t]);
+        let v3 = from_ring(ring_v[ring_row(group, g, c.w) * dv4 + t]);
         acc = add_outer(acc, weights_at(four, j4.x, last.end), v0);
         acc = add_outer(acc, weights_at(four, j4.y, last.end), v1);
         acc = add_outer(acc, weights_at(four, j4.z, last.end), v2);

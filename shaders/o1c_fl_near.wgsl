@@ -21,11 +21,12 @@
 //#include shared/group.wgsl
 //#include shared/arithmetic.wgsl
 //#include shared/outer.wgsl
+//#include shared/ring_f32.wgsl
 
 @group(0) @binding(1) var<storage, read> group_meta: array<u32>;
 @group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;
-@group(0) @binding(3) var<storage, read> ring_k: array<vec4<f32>>;
-@group(0) @binding(4) var<storage, read> ring_v: array<vec4<f32>>;
+@group(0) @binding(3) var<storage, read> ring_k: array<RingQuad>;
+@group(0) @binding(4) var<storage, read> ring_v: array<RingQuad>;
 @group(0) @binding(5) var<storage, read> k_rows: array<vec4<f32>>;
 @group(0) @binding(6) var<storage, read> v_rows: array<vec4<f32>>;
 @group(0) @binding(7) var<storage, read_write> fl_parts: array<vec4<f32>>;

@@ -16,13 +16,14 @@
 //#include shared/fused.wgsl
 //#include shared/far_sections.wgsl
 //#include shared/arithmetic.wgsl
+//#include shared/ring_f32.wgsl
 
 @group(0) @binding(1) var<storage, read_write> group_meta: array<u32>;
 @group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;
 @group(0) @binding(3) var<storage, read> k_rows: array<vec4<f32>>;
 @group(0) @binding(4) var<storage, read> v_rows: array<vec4<f32>>;
 @group(0) @binding(5) var<storage, read> fu_part: array<vec4<f32>>;
-@group(0) @binding(6) var<storage, read_write> ring: array<vec4<f32>>;
+@group(0) @binding(6) var<storage, read_write> ring: array<RingQuad>;
 @group(0) @binding(7) var<storage, read_write> far: array<vec4<f32>>;
 @group(0) @binding(8) var<storage, read_write> out: array<f32>;
 
@@ -227,10 +228,10 @@ fn move_group(g: u32, lane: u32) {
     let own_row = params.r0 * params.ng + g;
     let ring_v = second_part(arrayLength(&ring), D4, DV4);
     for (var t = lane; t < D4; t += MOVE_LANES) {
-        ring[slot * D4 + t] = k_rows[own_row * D4 + t];
+        ring[slot * D4 + t] = to_ring(k_rows[own_row * D4 + t]);
     }
     for (var t = lane; t < DV4; t += MOVE_LANES) {
-        ring[ring_v + slot * DV4 + t] = v_rows[own_row * DV4 + t];
+        ring[ring_v + slot * DV4 + t] = to_ring(v_rows[own_row * DV4 + t]);
     }
     let m = params.m;
     if (flags.z > 0.5) {

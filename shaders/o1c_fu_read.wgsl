@@ -18,10 +18,11 @@
 //#include shared/group.wgsl
 //#include shared/far_sections.wgsl
 //#include shared/arithmetic.wgsl
+//#include shared/ring_f32.wgsl
 
 @group(0) @binding(1) var<storage, read> group_meta: array<u32>;
 @group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;
-@group(0) @binding(3) var<storage, read> ring: array<vec4<f32>>;
+@group(0) @binding(3) var<storage, read> ring: array<RingQuad>;
 @group(0) @binding(4) var<storage, read> k_tilde: array<vec4<f32>>;
 @group(0) @binding(5) var<storage, read> q_tilde: array<vec4<f32>>;
 @group(0) @binding(6) var<storage, read> mix: array<f32>;
@@ -33,7 +34,6 @@ const FUSED_LANES: u32 = 128u;
 var<workgroup> sh_large: array<f32, 1088>;
 var<workgroup> sh_small: array<f32, 384>;
 
-//#include shared/ring_f32.wgsl
 //#include shared/fused_near.wgsl
 //#include shared/fused_far.wgsl
 

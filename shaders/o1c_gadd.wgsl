@@ -17,6 +17,7 @@
 //#include shared/far_planes.wgsl
 //#include shared/row_head.wgsl
 //#include shared/outer.wgsl
+//#include shared/ring_f32.wgsl
 
 @group(0) @binding(1) var<storage, read> group_meta: array<u32>;
 @group(0) @binding(2) var<storage, read> near_parts: array<vec4<f32>>;
@@ -24,7 +25,7 @@
 @group(0) @binding(4) var<storage, read> gains: array<f32>;
 @group(0) @binding(5) var<storage, read> t_hat: array<vec4<f32>>;
 @group(0) @binding(6) var<storage, read> evict_weights: array<f32>;
-@group(0) @binding(7) var<storage, read> ring_v: array<vec4<f32>>;
+@group(0) @binding(7) var<storage, read> ring_v: array<RingQuad>;
 @group(0) @binding(8) var<storage, read_write> out: array<vec4<f32>>;
 
 fn near_sum(gh: u32, i: u32, t: u32) -> vec4<f32> {
@@ -77,7 +78,7 @@ fn add_evicted(far: mat4x4<f32>, four: Four, group: Group, g: u32, t: u32, j: u3
     let known = min(j, four.ends.w - 1u);
     let a = four.at * params.kcap + vec4<u32>(known);
     let weight = vec4<f32>(evict_weights[a.x], evict_weights[a.y], evict_weights[a.z], evict_weights[a.w]);
-    let value = ring_v[ring_row(group, g, known - (group.window - group.len)) * (params.dv / 4u) + t];
+    let value = from_ring(ring_v[ring_row(group, g, known - (group.window - group.len)) * (params.dv / 4u) + t]);
     return add_outer(far, select(vec4<f32>(0.0), weight, four.counts & (vec4<u32>(j) < four.ends)), value);
 }
 

@@ -13,10 +13,11 @@
 
 //#include shared/params.wgsl
 //#include shared/group.wgsl
+//#include shared/ring_f32.wgsl
 
 @group(0) @binding(1) var<storage, read> group_meta: array<u32>;
-@group(0) @binding(2) var<storage, read> ring_k: array<vec4<f32>>;
-@group(0) @binding(3) var<storage, read> ring_v: array<vec4<f32>>;
+@group(0) @binding(2) var<storage, read> ring_k: array<RingQuad>;
+@group(0) @binding(3) var<storage, read> ring_v: array<RingQuad>;
 @group(0) @binding(4) var<storage, read> k_rows: array<vec4<f32>>;
 @group(0) @binding(5) var<storage, read> v_rows: array<vec4<f32>>;
 @group(0) @binding(6) var<storage, read_write> panel_k: array<vec4<f32>>;
@@ -54,7 +55,7 @@ fn main(
     if (t < d4) {
         var key = vec4<f32>(0.0);
         if (resident) {
-            key = ring_k[row * d4 + t];
+            key = from_ring(ring_k[row * d4 + t]);
         } else if (filled) {
             key = k_rows[row * d4 + t];
         }
@@ -63,7 +64,7 @@ fn main(
     if (t < dv4) {
         var value = vec4<f32>(0.0);
         if (resident) {
-            value = ring_v[row * dv4 + t];
+            value = from_ring(ring_v[row * dv4 + t]);
         } else if (filled) {
             value = v_rows[row * dv4 + t];
         }

@@ -11,12 +11,13 @@
 
 //#include shared/params.wgsl
 //#include shared/group.wgsl
+//#include shared/ring_f32.wgsl
 
 @group(0) @binding(1) var<storage, read> group_meta: array<u32>;
 @group(0) @binding(2) var<storage, read> k_rows: array<vec4<f32>>;
 @group(0) @binding(3) var<storage, read> v_rows: array<vec4<f32>>;
-@group(0) @binding(4) var<storage, read_write> ring_k: array<vec4<f32>>;
-@group(0) @binding(5) var<storage, read_write> ring_v: array<vec4<f32>>;
+@group(0) @binding(4) var<storage, read_write> ring_k: array<RingQuad>;
+@group(0) @binding(5) var<storage, read_write> ring_v: array<RingQuad>;
 
 @compute @workgroup_size(LANES)
 fn main(@builtin(global_invocation_id) id: vec3<u32>) {
@@ -32,9 +33,9 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
     let d4 = params.d / 4u;
     let dv4 = params.dv / 4u;
     if (t < d4) {
-        ring_k[target_row * d4 + t] = k_rows[source_row * d4 + t];
+        ring_k[target_row * d4 + t] = to_ring(k_rows[source_row * d4 + t]);
     }
     if (t < dv4) {
-        ring_v[target_row * dv4 + t] = v_rows[source_row * dv4 + t];
+        ring_v[target_row * dv4 + t] = to_ring(v_rows[source_row * dv4 + t]);
     }
 }

@@ -12,10 +12,11 @@
 //#include shared/params.wgsl
 //#include shared/group.wgsl
 //#include shared/arithmetic.wgsl
+//#include shared/ring_f32.wgsl
 
 @group(0) @binding(1) var<storage, read> group_meta: array<u32>;
 @group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;
-@group(0) @binding(3) var<storage, read> ring_k: array<vec4<f32>>;
+@group(0) @binding(3) var<storage, read> ring_k: array<RingQuad>;
 @group(0) @binding(4) var<storage, read> k_rows: array<vec4<f32>>;
 @group(0) @binding(5) var<storage, read_write> scores: array<f32>;
 
@@ -39,7 +40,7 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
     var acc = vec4<f32>(0.0);
     if (near.resident) {
         for (var e = 0u; e < d4; e++) {
-            acc += q[query + e] * ring_k[key + e];
+            acc += q[query + e] * from_ring(ring_k[key + e]);
         }
     } else {
         for (var e = 0u; e < d4; e++) {

@@ -11,10 +11,11 @@
 
 //#include shared/params.wgsl
 //#include shared/group.wgsl
+//#include shared/ring_f32.wgsl
 
 @group(0) @binding(1) var<storage, read> group_meta: array<u32>;
 @group(0) @binding(2) var<storage, read> scores: array<f32>;
-@group(0) @binding(3) var<storage, read> ring_v: array<vec4<f32>>;
+@group(0) @binding(3) var<storage, read> ring_v: array<RingQuad>;
 @group(0) @binding(4) var<storage, read> v_rows: array<vec4<f32>>;
 @group(0) @binding(5) var<storage, read_write> sum_pieces: array<vec4<f32>>;
 
@@ -41,7 +42,7 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
         let near = near_row(group, g, i, s);
         var value = vec4<f32>(0.0);
         if (near.resident) {
-            value = ring_v[near.row * dv4 + t];
+            value = from_ring(ring_v[near.row * dv4 + t]);
         } else {
             value = v_rows[near.row * dv4 + t];
         }

@@ -17,13 +17,14 @@
 //#include shared/group.wgsl
 //#include shared/far_planes.wgsl
 //#include shared/token_planes.wgsl
+//#include shared/ring_f32.wgsl
 
 @group(0) @binding(1) var<storage, read> tok_record: array<f32>;
 @group(0) @binding(2) var<storage, read> k_rows: array<vec4<f32>>;
 @group(0) @binding(3) var<storage, read> v_rows: array<vec4<f32>>;
 @group(0) @binding(4) var<storage, read_write> group_meta: array<u32>;
-@group(0) @binding(5) var<storage, read_write> ring_k: array<vec4<f32>>;
-@group(0) @binding(6) var<storage, read_write> ring_v: array<vec4<f32>>;
+@group(0) @binding(5) var<storage, read_write> ring_k: array<RingQuad>;
+@group(0) @binding(6) var<storage, read_write> ring_v: array<RingQuad>;
 @group(0) @binding(7) var<storage, read_write> far_mz: array<f32>;
 @group(0) @binding(8) var<storage, read_write> t_hat: array<vec4<f32>>;
 
@@ -45,7 +46,7 @@ fn main(@builtin(workgroup_id) wid: vec3<u32>, @builtin(local_invocation_index) 
 
         var evicted = vec4<f32>(0.0);
         if (landmarks > 0u && t < dv4) {
-            evicted = ring_v[row * dv4 + t];
+            evicted = from_ring(ring_v[row * dv4 + t]);
         }
         // Every lane has the old value before one writes the new.
         storageBarrier();
@@ -53,10 +54,10 @@ fn main(@builtin(workgroup_id) wid: vec3<u32>, @builtin(local_invocation_index) 
         if (lane < COMMIT_COLUMNS) {
             let source = params.r0 * params.ng + g;
             if (t < d4) {
-                ring_k[row * d4 + t] = k_rows[source * d4 + t];
+                ring_k[row * d4 + t] = to_ring(k_rows[source * d4 + t]);
             }
             if (t < dv4) {
-                ring_v[row * dv4 + t] = v_rows[source * dv4 + t];
+                ring_v[row * dv4 + t] = to_ring(v_rows[source * dv4 + t]);
             }
         }
         let count = select(0u, params.hpg * landmarks, t < dv4);

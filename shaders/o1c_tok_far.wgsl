@@ -19,11 +19,12 @@
 //#include shared/far_planes.wgsl
 //#include shared/arithmetic.wgsl
 //#include shared/token_planes.wgsl
+//#include shared/ring_f32.wgsl
 
 @group(0) @binding(1) var<storage, read> group_meta: array<u32>;
 @group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;
 @group(0) @binding(3) var<storage, read> k_tilde: array<vec4<f32>>;
-@group(0) @binding(4) var<storage, read> ring_k: array<vec4<f32>>;
+@group(0) @binding(4) var<storage, read> ring_k: array<RingQuad>;
 @group(0) @binding(5) var<storage, read> q_tilde: array<vec4<f32>>;
 @group(0) @binding(6) var<storage, read> far_mz: array<f32>;
 @group(0) @binding(7) var<storage, read> mix: array<f32>;
@@ -122,10 +123,10 @@ fn main(@builtin(workgroup_id) wid: vec3<u32>, @builtin(local_invocation_index) 
                 let to_query1 = dot(k_tilde[k_at + e1], q[query + e1]);
                 let to_query2 = dot(k_tilde[k_at + e2], q[query + e2]);
                 let to_query3 = dot(k_tilde[k_at + e3], q[query + e3]);
-                let to_key0 = dot(q_tilde[q_at + e], ring_k[key + e]);
-                let to_key1 = dot(q_tilde[q_at + e1], ring_k[key + e1]);
-                let to_key2 = dot(q_tilde[q_at + e2], ring_k[key + e2]);
-                let to_key3 = dot(q_tilde[q_at + e3], ring_k[key + e3]);
+                let to_key0 = dot(q_tilde[q_at + e], from_ring(ring_k[key + e]));
+                let to_key1 = dot(q_tilde[q_at + e1], from_ring(ring_k[key + e1]));
+                let to_key2 = dot(q_tilde[q_at + e2], from_ring(ring_k[key + e2]));
+                let to_key3 = dot(q_tilde[q_at + e3], from_ring(ring_k[key + e3]));
                 let has1 = e + DOT_LANES < d4;
                 let has2 = e + 2u * DOT_LANES < d4;
                 let has3 = e + 3u * DOT_LANES < d4;

@@ -16,12 +16,13 @@
 //#include shared/far_planes.wgsl
 //#include shared/arithmetic.wgsl
 //#include shared/token_planes.wgsl
+//#include shared/ring_f32.wgsl
 
 @group(0) @binding(1) var<storage, read> group_meta: array<u32>;
 @group(0) @binding(2) var<storage, read> tok_part: array<vec4<f32>>;
 @group(0) @binding(3) var<storage, read> tok_record: array<f32>;
 @group(0) @binding(4) var<storage, read> t_hat: array<vec4<f32>>;
-@group(0) @binding(5) var<storage, read> ring_v: array<vec4<f32>>;
+@group(0) @binding(5) var<storage, read> ring_v: array<RingQuad>;
 @group(0) @binding(6) var<storage, read_write> out: array<vec4<f32>>;
 
 const MERGE_LANES: u32 = 256u;
@@ -91,7 +92,7 @@ fn main(@builtin(workgroup_id) wid: vec3<u32>, @builtin(local_invocation_index) 
         }
         if (have && folds && stripe == MERGE_STRIPES - 1u) {
             let slot = min(u32(tok_record[record + TR_SLOT]), params.w - 1u);
-            far += tok_record[record + TR_EVICTED] * ring_v[(g * near_capacity() + slot) * dv4 + c];
+            far += tok_record[record + TR_EVICTED] * from_ring(ring_v[(g * near_capacity() + slot) * dv4 + c]);
         }
         if (column == 0u) {
             sh_tops[stripe] = top;

@@ -17,12 +17,13 @@
 //#include shared/group.wgsl
 //#include shared/arithmetic.wgsl
 //#include shared/token_planes.wgsl
+//#include shared/ring_f32.wgsl
 
 @group(0) @binding(1) var<storage, read> group_meta: array<u32>;
 @group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;
-@group(0) @binding(3) var<storage, read> ring_k: array<vec4<f32>>;
+@group(0) @binding(3) var<storage, read> ring_k: array<RingQuad>;
 @group(0) @binding(4) var<storage, read> k_rows: array<vec4<f32>>;
-@group(0) @binding(5) var<storage, read> ring_v: array<vec4<f32>>;
+@group(0) @binding(5) var<storage, read> ring_v: array<RingQuad>;
 @group(0) @binding(6) var<storage, read> v_rows: array<vec4<f32>>;
 @group(0) @binding(7) var<storage, read_write> tok_part: array<vec4<f32>>;
 
@@ -148,14 +149,14 @@ fn main(@builtin(workgroup_id) wid: vec3<u32>, @builtin(local_invocation_index) 
             for (var e = key_part; e < d4; e += 2u * KEY_LANES) {
                 let more = e + KEY_LANES < d4;
                 let f = select(e, e + KEY_LANES, more);
-                var a0 = ring_k[k0 + e];
-                var a1 = ring_k[k1 + e];
-                var a2 = ring_k[k2 + e];
-                var a3 = ring_k[k3 + e];
-                var b0 = ring_k[k0 + f];
-                var b1 = ring_k[k1 + f];
-                var b2 = ring_k[k2 + f];
-                var b3 = ring_k[k3 + f];
+                var a0 = from_ring(ring_k[k0 + e]);
+                var a1 = from_ring(ring_k[k1 + e]);
+                var a2 = from_ring(ring_k[k2 + e]);
+                var a3 = from_ring(ring_k[k3 + e]);
+                var b0 = from_ring(ring_k[k0 + f]);
+                var b1 = from_ring(ring_k[k1 + f]);
+                var b2 = from_ring(ring_k[k2 + f]);
+                var b3 = from_ring(ring_k[k3 + f]);
                 if (has_own) {
                     let own_a = k_rows[own_k + e];
                     let own_b = k_rows[own_k + f];
@@ -202,14 +203,14 @@ fn main(@builtin(workgroup_id) wid: vec3<u32>, @builtin(local_invocation_index) 
             let i5 = i4 + stripes;
             let i6 = i5 + stripes;
             let i7 = i6 + stripes;
-            var v0 = ring_v[column_row(group, g, oldest, min(tile + stripe, last)) * dv4 + column];
-            var v1 = ring_v[column_row(group, g, oldest, min(tile + i1, last)) * dv4 + column];
-            var v2 = ring_v[column_row(group, g, oldest, min(tile + i2, last)) * dv4 + column];
-            var v3 = ring_v[column_row(group, g, oldest, min(tile + i3, last)) * dv4 + column];
-            var v4 = ring_v[column_row(group, g, oldest, min(tile + i4, last)) * dv4 + column];
-            var v5 = ring_v[column_row(group, g, oldest, min(tile + i5, last)) * dv4 + column];
-            var v6 = ring_v[column_row(group, g, oldest, min(tile + i6, last)) * dv4 + column];
-            var v7 = ring_v[column_row(group, g, oldest, min(tile + i7, last)) * dv4 + column];
+            var v0 = from_ring(ring_v[column_row(group, g, oldest, min(tile + stripe, last)) * dv4 + column]);
+            var v1 = from_ring(ring_v[column_row(group, g, oldest, min(tile + i1, last)) * dv4 + column]);
+            var v2 = from_ring(ring_v[column_row(group, g, oldest, min(tile + i2, last)) * dv4 + column]);
+            var v3 = from_ring(ring_v[column_row(group, g, oldest, min(tile + i3, last)) * dv4 + column]);
+            var v4 = from_ring(ring_v[column_row(group, g, oldest, min(tile + i4, last)) * dv4 + column]);
+            var v5 = from_ring(ring_v[column_row(group, g, oldest, min(tile + i5, last)) * dv4 + column]);
+            var v6 = from_ring(ring_v[column_row(group, g, oldest, min(tile + i6, last)) * dv4 + column]);
+            var v7 = from_ring(ring_v[column_row(group, g, oldest, min(tile + i7, last)) * dv4 + column]);
             if (has_own) {
                 let own_value = v_rows[own_v + column];
                 v0 = select(v0, own_value, stripe >= own);
@@ -268,7 +269,7 @@ fn main(@builtin(workgroup_id) wid: vec3<u32>, @builtin(local_invocation_index) 
             // What is left where values are wide and stripes few.
             let tile_keys = min(end - tile, NEAR_KEYS);
             for (var i = i7 + stripes; i < tile_keys; i += stripes) {
-                var value = ring_v[column_row(group, g, oldest, tile + i) * dv4 + column];
+                var value = from_ring(ring_v[column_row(group, g, oldest, tile + i) * dv4 + column]);
                 if (has_own && i == own) {
                     value = v_rows[own_v + column];
                 }

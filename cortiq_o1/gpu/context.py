@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels import Constants
+from ..kernels import KERNELS, Constants
 from ..planning import Limits
 from . import shaders
 from .adapters import describe, device_limits
@@ -110,7 +110,7 @@ class Context:
         self.groups = BindGroups(device)
         self.raw = raw_calls(device)
         self._fence = self.memory.create("fence", 16)
-        self._pipelines: dict[tuple[str, Constants], tuple[Any, Any]] = {}
+        self._pipelines: dict[tuple[str, Constants, str], tuple[Any, Any]] = {}
 
     @property
     def generation(self) -> int:
@@ -121,24 +121,28 @@ class Context:
         """Context manager: what goes wrong inside is raised as a `DeviceError` naming the step."""
         return translated(self.device, self.label, step)
 
-    def pipeline(self, kernel: str, constants: Constants = ()) -> tuple[Any, Any]:
-        """A kernel's pipeline for values of its constants, and its bind group layout; compiled on first use.
+    def pipeline(self, kernel: str, constants: Constants = (), kv: str = "f32") -> tuple[Any, Any]:
+        """A kernel's pipeline for values of its constants and a way to keep rings, and its bind group layout;
+        compiled on first use.
 
         Raises:
             ShaderError: it does not compile; names kernel and adapter.
         """
-        found = self._pipelines.get((kernel, constants))
+        key = _pipeline_key(kernel, constants, kv)
+        found = self._pipelines.get(key)
         if found is None:
-            found = self._pipelines[kernel, constants] = self.build(kernel, constants)
+            found = self._pipelines[key] = self.build(kernel, constants, kv=key[2])
         return found
 
-    def has_pipeline(self, kernel: str, constants: Constants = ()) -> bool:
+    def has_pipeline(self, kernel: str, constants: Constants = (), kv: str = "f32") -> bool:
         """Whether `pipeline` has nothing left to compile."""
-        return (kernel, constants) in self._pipelines
+        return _pipeline_key(kernel, constants, kv) in self._pipelines
 
-    def build(self, kernel: str, constants: Constants = (), source: str | None = None) -> tuple[Any, Any]:
+    def build(
+        self, kernel: str, constants: Constants = (), source: str | None = None, kv: str = "f32"
+    ) -> tuple[Any, Any]:
         """A pipeline of `source`, the kernel's own WGSL if None, kept by nobody."""
-        pipeline = shaders.compile(self.device, kernel, source, constants)
+        pipeline = shaders.compile(self.device, kernel, source, constants, kv)
         with self.translated(f"{kernel}: bind group layout"):
             return pipeline, pipeline.get_bind_group_layout(0)
 
@@ -207,6 +211,11 @@ class Context:
                 encoder.copy_buffer_to_buffer(buffer, begin + at, target, 0, piece.size)
             self.submit(encoder, step)
             self.readback.take(piece, step)
+
+
+def _pipeline_key(kernel: str, constants: Constants, kv: str) -> tuple[str, Constants, str]:
+    # A kernel that binds no ring has one form.
+    return kernel, constants, kv if KERNELS[kernel].binds_ring else "f32"
 
 
 _contexts: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()

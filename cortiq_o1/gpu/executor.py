@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from ..errors import ArgumentError, DeviceLostError, StateError
 from ..geometry import Geometry
 from ..kernels import KERNELS
 from ..paths import KEPT_ROWS
-from ..planes import PENDING_PLANES, PLANES, STATE_PLANES, Sizes
+from ..planes import KV_PLANES, PENDING_PLANES, PLANES, STATE_PLANES, Sizes, unpacked
 from ..planning import Limits, block_rows, check_precision, check_state_fits, commit_plan, plan
 from ..plans import Plan, check_archive, plane_bytes
 from . import moves
@@ -23,7 +24,7 @@ from .isolated import run_isolated
 from .logs import Log
 from .measuring import copy_steps, profile_steps, random_steps, time_steps
 from .recording import INPUTS, Again, Recorder, Step, blocks, check_lent, check_pass, record, submit_steps
-from .residents import Buffers, Draft, Resident, allocate
+from .residents import Buffers, Draft, Resident, allocate, kept
 from .timing import Clock, Profile, Stopwatch, Timing
 
 
@@ -35,12 +36,13 @@ class GpuEngine:
         path: the planner's path, see `planning.plan`.
         precision: "fast" rounds the operands of the matrix products to float16 where the device has
             such numbers; `precision` afterwards says what is in force.
+        kv: how the rings of what is uploaded are kept, "f32" or "f16"; what comes in is rounded already.
     """
 
-    def __init__(self, device: Any, path: str = "auto", precision: str = "exact") -> None:
+    def __init__(self, device: Any, path: str = "auto", precision: str = "exact", kv: str = "f32") -> None:
         self.context: Context = context_of(device)
         self.path = path
-        self.limits: Limits = self.context.limits
+        self.limits: Limits = replace(self.context.limits, kv=kv)
         self.precision = check_precision(precision) if self.limits.float16 else "exact"
         self._recorder = Recorder(self.context)
 
@@ -56,9 +58,10 @@ class GpuEngine:
         context = self.context
         with context.lock:
             context.groups.tidy()
-            resident = Resident(geometry, {}, archive)
+            kv = self.limits.kv
+            resident = Resident(geometry, {}, archive, kv=kv)
             resident.buffers = allocate(context, resident.planes, resident.sizes)
-            uploads = [(resident.buffers[name], planes[name]) for name in STATE_PLANES]
+            uploads = [(resident.buffers[name], kept(name, planes[name], kv)) for name in STATE_PLANES]
             context.upload(uploads, "upload of a state")
             return resident
 
@@ -70,11 +73,16 @@ class GpuEngine:
         absent = [name for name in names if name not in resident.planes]
         if absent:
             raise StateError(f"read: no {', '.join(absent)}; the layer has {', '.join(resident.planes)}")
-        sizes = resident.sizes
-        found = {name: np.empty(PLANES[name].dims(sizes), PLANES[name].dtype) for name in names}
+        found: dict[str, np.ndarray] = {}
         with self.context.lock:
-            for name, array in found.items():
+            for name in names:
+                dims, dtype = PLANES[name].dims(resident.sizes), PLANES[name].dtype
+                halves = resident.kv == "f16" and name in KV_PLANES
+                if halves:
+                    dims, dtype = (*dims[:-1], dims[-1] // 2), np.dtype(np.uint32)
+                array = np.empty(dims, dtype)
                 self.context.download(resident.buffers[name], array, f"read of {name}")
+                found[name] = unpacked(array) if halves else array
         return found
 
     def attend(
@@ -248,21 +256,23 @@ class GpuEngine:
         Raises `ShaderError` for what does not compile.
         """
         with self.context.lock:
-            wanted = (
-                (d.kernel, KERNELS[d.kernel].constants(dict(d.params))) for p in plans for d in p.dispatches
-            )
-            missing = [each for each in dict.fromkeys(wanted) if not self.context.has_pipeline(*each)]
-            for each in missing:
-                self.context.pipeline(*each)
-            return [kernel for kernel, _ in missing]
+            wanted = ((d, plan.kv) for plan in plans for d in plan.dispatches)
+            compiled = []
+            for d, kv in wanted:
+                each = d.kernel, KERNELS[d.kernel].constants(dict(d.params)), kv
+                if not self.context.has_pipeline(*each):
+                    self.context.pipeline(*each)
+                    compiled.append(d.kernel)
+            return compiled
 
     def run_kernel(
         self, kernel: str, planes: Mapping[str, npt.NDArray[Any]], params: Mapping[str, int | float],
         grid: tuple[int, int, int] | None = None, source: str | None = None, canary: bool = True,
+        kv: str = "f32",
     ) -> dict[str, np.ndarray]:  # fmt: skip
         """Runs one kernel alone on arrays, see `isolated.run_isolated`."""
         with self.context.lock:
-            return run_isolated(self.context, kernel, planes, params, grid, source, canary)
+            return run_isolated(self.context, kernel, planes, params, grid, source, canary, kv)
 
     def time_plan(
         self, resident: Resident | Sequence[Resident], rows: int, commit: bool = True, repeats: int = 10

@@ -30,6 +30,7 @@ def run_isolated(
     grid: Grid | None = None,
     source: str | None = None,
     canary: bool = True,
+    kv: str = "f32",
 ) -> dict[str, np.ndarray]:
     """Runs one kernel on `planes`, named as its bindings, and returns those it may write.
 
@@ -43,6 +44,7 @@ def run_isolated(
         canary: put known words before and after each plane and look at them afterwards. Those behind
             lie inside the binding: where a driver keeps accesses within bounds, a stray one would
             otherwise land on the plane's last element, or nowhere, and go unseen.
+        kv: how the kernel takes rings; as "f16" they come and go as `planes.packed` makes them.
 
     Raises:
         ArgumentError: the planes or parameters are not the kernel's.
@@ -60,7 +62,9 @@ def run_isolated(
     values: Params = {f.name: params[f.name] for f in declared.params}
     constants = declared.constants(values)
     pipeline, layout = (
-        context.pipeline(kernel, constants) if source is None else context.build(kernel, constants, source)
+        context.pipeline(kernel, constants, kv)
+        if source is None
+        else context.build(kernel, constants, source, kv)
     )
     guard = CANARY_BYTES if canary else 0
     uploads, ranges = [], []

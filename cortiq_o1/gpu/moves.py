@@ -7,6 +7,7 @@ copies of a call go in one submission.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from ..engine import Planes
 from ..errors import ArgumentError, StateError
@@ -15,7 +16,7 @@ from ..planes import MOVING_PLANES, OWN_PLANES, PLANES, STATE_PLANES, STORES, Si
 from ..planning import check_state_fits
 from ..plans import SHADOW, plane_bytes
 from .context import Context
-from .residents import FIXED_PLANES, Buffers, Copy, Resident, allocate, copy, parts
+from .residents import FIXED_PLANES, Buffers, Copy, Resident, allocate, copy, kept, parts
 
 
 def _whole(source: Resident, target: Buffers, names: Iterable[str]) -> list[Copy]:
@@ -24,9 +25,8 @@ def _whole(source: Resident, target: Buffers, names: Iterable[str]) -> list[Copy
     return [(source.buffers[name], 0, target[name], 0, plane_bytes(name, sizes)) for name in names]
 
 
-def _sequence_bytes(geometry: Geometry, names: Iterable[str]) -> Iterator[tuple[str, int]]:
+def _sequence_bytes(sizes: Sizes, names: Iterable[str]) -> Iterator[tuple[str, int]]:
     """What one sequence of a batch has of each plane: no padding lies between two."""
-    sizes = Sizes.of(geometry)
     return ((name, PLANES[name].nbytes(sizes)) for name in names)
 
 
@@ -36,7 +36,7 @@ def fork(context: Context, resident: Resident) -> Resident:
     shared = {name: resident.buffers[name] for name in FIXED_PLANES}
     copy(context, _whole(resident, own, resident.moving), "fork")
     resident.shares_fixed = True
-    return Resident(resident.geometry, {**shared, **own}, resident.archive, shares_fixed=True)
+    return Resident(resident.geometry, {**shared, **own}, resident.archive, True, resident.kv)
 
 
 def shadow(context: Context, resident: Resident, archive: bool) -> Resident:
@@ -57,12 +57,12 @@ def shadow(context: Context, resident: Resident, archive: bool) -> Resident:
             nbytes = plane_bytes(name, resident.sizes)
             buffers[name] = context.pool.get(SHADOW + name, SHADOW + name, nbytes)
     copy(context, _whole(resident, buffers, names), "fork")
-    return Resident(resident.geometry, buffers, resident.archive if archive else 0)
+    return Resident(resident.geometry, buffers, resident.archive if archive else 0, kv=resident.kv)
 
 
 def assign(context: Context, resident: Resident, source: Resident) -> None:
     """See `engine.Engine.assign`; raises `StateError` where the two do not match."""
-    if (resident.geometry, resident.archive) != (source.geometry, source.archive):
+    if (resident.geometry, resident.archive, resident.kv) != (source.geometry, source.archive, source.kv):
         raise StateError(f"assign: {_kind(source)}, expected {_kind(resident)}")
     put_back(context, resident, source)
     resident.forget()
@@ -74,7 +74,8 @@ def put_back(context: Context, resident: Resident, source: Resident) -> None:
 
 
 def _kind(resident: Resident) -> str:
-    return f"a state of {resident.geometry} with an archive of {resident.archive}"
+    kept = "" if resident.kv == "f32" else f" and rings of {resident.kv}"
+    return f"a state of {resident.geometry} with an archive of {resident.archive}{kept}"
 
 
 def replaced(context: Context, resident: Resident, planes: Planes) -> Resident:
@@ -84,11 +85,12 @@ def replaced(context: Context, resident: Resident, planes: Planes) -> Resident:
         raise ArgumentError(f"planes: {sorted(unknown)}, expected some of {resident.planes}")
     beside = [other for pair in STORES.values() if not set(pair).isdisjoint(planes) for other in pair]
     new = allocate(context, dict.fromkeys((*planes, *beside)), resident.sizes)
-    context.upload([(new[name], array) for name, array in planes.items()], "upload of planes")
+    context.upload([(new[n], kept(n, array, resident.kv)) for n, array in planes.items()], "upload of planes")
     copy(context, _whole(resident, new, [name for name in beside if name not in planes]), "replace")
     shares_fixed = not set(FIXED_PLANES) <= set(new)
     resident.shares_fixed |= shares_fixed
-    return Resident(resident.geometry, {**resident.buffers, **new}, resident.archive, shares_fixed)
+    buffers = {**resident.buffers, **new}
+    return Resident(resident.geometry, buffers, resident.archive, shares_fixed, resident.kv)
 
 
 def join(context: Context, resident: Resident | None, one: Resident, count: int) -> Resident:
@@ -107,29 +109,31 @@ def join(context: Context, resident: Resident | None, one: Resident, count: int)
     if resident is not None:
         _check_batch(resident, one.geometry, count)
     geometry = one.geometry.batch(count + 1)
-    check_state_fits(geometry, context.limits)
-    sizes = Sizes.of(geometry)
+    sizes = one.sizes_of(geometry)
+    check_state_fits(geometry, replace(context.limits, kv=one.kv))
     before: Buffers = {} if resident is None else resident.buffers
     buffers = dict(before)
     if any(name not in buffers or buffers[name].size < plane_bytes(name, sizes) for name in STATE_PLANES):
-        buffers |= allocate(context, STATE_PLANES, _roomy(context, one.geometry, count))
+        buffers |= allocate(context, STATE_PLANES, _roomy(context, one, count))
     elif resident is not None and resident.shares_fixed:
         buffers |= {name: context.memory.create(name, before[name].size) for name in FIXED_PLANES}
     copies: list[Copy] = []
-    for name, nbytes in _sequence_bytes(one.geometry, STATE_PLANES):
+    for name, nbytes in _sequence_bytes(one.sizes, STATE_PLANES):
         if name in before and buffers[name] is not before[name]:
             copies.append((before[name], 0, buffers[name], 0, count * nbytes))
         copies.append((one.buffers[name], 0, buffers[name], count * nbytes, nbytes))
     copy(context, copies, "join")
-    return Resident(geometry, buffers)
+    return Resident(geometry, buffers, kv=one.kv)
 
 
-def _roomy(context: Context, geometry: Geometry, count: int) -> Sizes:
+def _roomy(context: Context, one: Resident, count: int) -> Sizes:
     """Room for twice as many sequences, or for just one more where a binding does not hold so many."""
-    twice = Sizes.of(geometry.batch(max(1, 2 * count)))
+    twice = one.sizes_of(one.geometry.batch(max(1, 2 * count)))
     needs = [plane_bytes(name, twice) for name in STATE_PLANES]
     needs += [store_bytes(name, twice) for name in STORES]
-    return twice if max(needs) <= context.limits.binding_bytes else Sizes.of(geometry.batch(count + 1))
+    if max(needs) <= context.limits.binding_bytes:
+        return twice
+    return one.sizes_of(one.geometry.batch(count + 1))
 
 
 def drop(context: Context, resident: Resident, geometry: Geometry, count: int, index: int) -> None:
@@ -137,7 +141,7 @@ def drop(context: Context, resident: Resident, geometry: Geometry, count: int, i
     _check_batch(resident, geometry, count, index)
     after = geometry.batch(count - 1)
     last = count - 1
-    sequence = list(_sequence_bytes(geometry, STATE_PLANES))
+    sequence = list(_sequence_bytes(resident.sizes_of(geometry), STATE_PLANES))
     # WebGPU copies within one buffer by way of another.
     between = context.memory.create("drop", max(nbytes for _, nbytes in sequence)) if index < last else None
     buffers = dict(resident.buffers)
@@ -168,16 +172,17 @@ def take(context: Context, resident: Resident, geometry: Geometry, index: int) -
     _check_batch(resident, geometry, count, index)
     if resident.archive and count > 1:
         raise StateError("take: a batch that keeps an archive, expected one without")
-    buffers = allocate(context, resident.planes, Sizes.of(geometry, archive=max(1, resident.archive)))
+    sizes = resident.sizes_of(geometry)
+    buffers = allocate(context, resident.planes, sizes)
     if resident.archive:
         copies = _whole(resident, buffers, resident.planes)
     else:
         copies = [
             (resident.buffers[name], index * nbytes, buffers[name], 0, nbytes)
-            for name, nbytes in _sequence_bytes(geometry, STATE_PLANES)
+            for name, nbytes in _sequence_bytes(sizes, STATE_PLANES)
         ]
     copy(context, copies, "take")
-    return Resident(geometry, buffers, resident.archive)
+    return Resident(geometry, buffers, resident.archive, kv=resident.kv)
 
 
 def put(context: Context, resident: Resident, index: int, one: Resident) -> None:
@@ -188,7 +193,7 @@ def put(context: Context, resident: Resident, index: int, one: Resident) -> None
         raise StateError("put: a layer that keeps an archive, expected one without")
     copies: list[Copy] = [
         (one.buffers[name], 0, resident.buffers[name], index * nbytes, nbytes)
-        for name, nbytes in _sequence_bytes(one.geometry, MOVING_PLANES)
+        for name, nbytes in _sequence_bytes(one.sizes, MOVING_PLANES)
     ]
     copy(context, copies, "put")
     resident.forget()

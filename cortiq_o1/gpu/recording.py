@@ -215,7 +215,7 @@ class Recorder:
                 places[name] = context.pool.get(name, name, nbytes)
         offsets = context.parameters.place([pack(d.kernel, d.params) for d in plan.dispatches])
         return [
-            self._step(d, {n: self._range(n, places[n], plan, n in exact) for n in d.planes}, offset)
+            self._step(d, {n: self._range(n, places[n], plan, n in exact) for n in d.planes}, offset, plan.kv)
             for d, offset in zip(plan.dispatches, offsets, strict=True)
         ]
 
@@ -226,10 +226,12 @@ class Recorder:
             return place
         return (place, 0, plan.planes[name] if exact else min(place.size, self.context.limits.binding_bytes))
 
-    def _step(self, dispatch: Dispatch, ranges: Mapping[str, tuple[Any, int, int]], offset: int) -> Step:
+    def _step(
+        self, dispatch: Dispatch, ranges: Mapping[str, tuple[Any, int, int]], offset: int, kv: str
+    ) -> Step:
         context = self.context
         kernel = KERNELS[dispatch.kernel]
-        pipeline, layout = context.pipeline(dispatch.kernel, kernel.constants(dict(dispatch.params)))
+        pipeline, layout = context.pipeline(dispatch.kernel, kernel.constants(dict(dispatch.params)), kv)
         params = (context.parameters.buffer, 0, kernel.params_dtype.itemsize)
         with context.translated(f"{dispatch.kernel}: bind group"):
             group = context.groups.get(

@@ -6,14 +6,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy.typing as npt
+
+from ..arrays import as_float16
 from ..geometry import Geometry
 from ..planes import (
     ARCHIVE_PLANES,
+    KV_PLANES,
     MOVING_PLANES,
     PENDING_PLANES,
     STATE_PLANES,
     STORES,
     Sizes,
+    packed,
     store_bytes,
     store_ranges,
 )
@@ -45,23 +50,34 @@ class Resident:
     """A layer's planes on a device, each with at least the room that the geometry asks for.
 
     `archive`: evictions that the archive holds, 0 where there is none. `shares_fixed`: whether another
-    resident may have the same buffers for `FIXED_PLANES`, which then must not be written.
+    resident may have the same buffers for `FIXED_PLANES`, which then must not be written. `kv`: how its rings
+    are kept, one of `planes.KV_BYTES`.
     """
 
     def __init__(
-        self, geometry: Geometry, buffers: Buffers, archive: int = 0, shares_fixed: bool = False
+        self,
+        geometry: Geometry,
+        buffers: Buffers,
+        archive: int = 0,
+        shares_fixed: bool = False,
+        kv: str = "f32",
     ) -> None:
         self.geometry = geometry
         self.buffers = buffers
         self.archive = archive
         self.shares_fixed = shares_fixed
+        self.kv = kv
         self.drafts: dict[str, Draft] = {}
         self._spares: list[Buffers] = []
 
     @property
     def sizes(self) -> Sizes:
         """What the symbols of the planes' shapes stand for."""
-        return Sizes.of(self.geometry, archive=max(1, self.archive))
+        return self.sizes_of(self.geometry)
+
+    def sizes_of(self, geometry: Geometry) -> Sizes:
+        """The same for another geometry, whose rings are kept as this one's are."""
+        return Sizes.of(geometry, archive=max(1, self.archive), kv=self.kv)
 
     @property
     def moving(self) -> tuple[str, ...]:
@@ -124,6 +140,11 @@ class Resident:
         """As much as the others have, or about twice that: drafts may get longer by a row each time."""
         have = max((room[name].size for room in self._rooms()), default=0)
         return max(need, have if need <= have else min(2 * have, context.limits.binding_bytes))
+
+
+def kept(name: str, array: npt.NDArray[Any], kv: str) -> npt.NDArray[Any]:
+    """A plane's array as a device keeps it; raises `ArgumentError` for what has no float16."""
+    return packed(as_float16(name, array)) if kv == "f16" and name in KV_PLANES else array
 
 
 def allocate(context: Context, names: Iterable[str], sizes: Sizes) -> Buffers:

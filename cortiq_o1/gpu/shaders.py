@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import DeviceLostError, ShaderError
 from ..kernels import KERNELS, Binding, Constants, Kernel
+from ..planes import KV_BYTES
 from .adapters import describe
 from .faults import is_lost
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _COMPUTE = 4  # WebGPU's ShaderStage.COMPUTE; the flag classes are wgpu's, the value is the standard's
 _INCLUDE = re.compile(r"\s*//\s*#include\b\s*(.*?)\s*")
+_RINGS = {kv: f"shared/ring_{kv}.wgsl" for kv in KV_BYTES}
 _BUFFER_TYPES = {"read": "read-only-storage", "read_write": "storage"}
 
 
@@ -57,7 +59,7 @@ def _read(root: Traversable, file: str) -> str | None:
     return found.read_text(encoding="utf-8") if found.is_file() else None
 
 
-def _expand(root: Traversable, file: str, chain: tuple[str, ...], done: set[str]) -> list[_Line]:
+def _expand(root: Traversable, file: str, chain: tuple[str, ...], done: set[str], kv: str) -> list[_Line]:
     text = _read(root, file)
     if text is None:
         asked = f"{chain[-1]}: includes {file!r}" if chain else repr(file)
@@ -70,31 +72,33 @@ def _expand(root: Traversable, file: str, chain: tuple[str, ...], done: set[str]
             lines.append(_Line(line, file, number))
             continue
         target = directive.group(1)
+        if target == _RINGS["f32"]:
+            target = _RINGS[kv]
         if target in chain:
             raise ShaderError(
                 f"{file}:{number}: includes {target!r} in a circle: {' > '.join((*chain, target))}"
             )
         if target not in done:
-            lines += _expand(root, target, chain, done)
+            lines += _expand(root, target, chain, done, kv)
     done.add(file)
     return lines
 
 
-@lru_cache(maxsize=64)
-def _kernel_lines(name: str) -> tuple[_Line, ...]:
+@lru_cache(maxsize=128)
+def _kernel_lines(name: str, kv: str = "f32") -> tuple[_Line, ...]:
     if name not in KERNELS:
         raise ShaderError(f"{name!r}: no such kernel, expected one of {', '.join(KERNELS)}")
-    return tuple(_expand(_root(), f"{name}.wgsl", (), set()))
+    return tuple(_expand(_root(), f"{name}.wgsl", (), set(), kv))
 
 
-def source(name: str) -> str:
-    """The WGSL of a kernel with its includes in place.
+def source(name: str, kv: str = "f32") -> str:
+    """The WGSL of a kernel with its includes in place, for rings kept as `kv` says.
 
     Raises:
         ShaderError: there is no such kernel; or a file that it includes is missing, or includes
             itself by some way.
     """
-    return "\n".join(line.text for line in _kernel_lines(name)) + "\n"
+    return "\n".join(line.text for line in _kernel_lines(name, kv)) + "\n"
 
 
 def layout_entries(kernel: Kernel) -> list[dict[str, Any]]:
@@ -117,19 +121,21 @@ def missing_features(device: Any, name: str) -> tuple[str, ...]:
     return tuple(feature for feature in KERNELS[name].features if feature not in device.features)
 
 
-def _explain(name: str, message: str, expanded: bool) -> str:
+def _explain(name: str, message: str, expanded: bool, kv: str) -> str:
     """The compiler's message with the file and line that its first position stands for."""
     message = message.strip().removeprefix("Validation Error").strip().removeprefix("Caused by:").strip()
     # naga says `wgsl:12:5` or `label:12:5`, Tint `:12:5` after a space.
     found = re.search(rf"(?:\bwgsl|\b{name}|^|\s):(\d+):(\d+)", message)
-    lines = _kernel_lines(name)
+    lines = _kernel_lines(name, kv)
     if not expanded or found is None or not 1 <= int(found.group(1)) <= len(lines):
         return message
     line = lines[int(found.group(1)) - 1]
     return f"{line.file}:{line.number}:{found.group(2)}: {line.text.strip()}\n{message}"
 
 
-def compile(device: Any, name: str, source: str | None = None, constants: Constants = ()) -> Any:
+def compile(
+    device: Any, name: str, source: str | None = None, constants: Constants = (), kv: str = "f32"
+) -> Any:
     """The compute pipeline of a kernel.
 
     Args:
@@ -137,6 +143,7 @@ def compile(device: Any, name: str, source: str | None = None, constants: Consta
         name: a kernel of the table; also the label of all that is made here.
         source: WGSL to compile in place of the kernel's own, with the same bindings.
         constants: values of its `override`s; those that are not named keep the shader's own.
+        kv: how the rings are kept that it binds, "f32" or "f16".
 
     Returns:
         The device's pipeline object; its bind group layout 0 is the table's: parameters at binding 0
@@ -151,7 +158,7 @@ def compile(device: Any, name: str, source: str | None = None, constants: Consta
     if lacking:
         adapter = describe(device.adapter).label
         raise ShaderError(f"{name} on {adapter}: needs {', '.join(lacking)}, which the device has not")
-    code = "\n".join(line.text for line in _kernel_lines(name)) + "\n" if source is None else source
+    code = "\n".join(line.text for line in _kernel_lines(name, kv)) + "\n" if source is None else source
     step = "compile"
     try:
         module = device.create_shader_module(label=name, code=code)
@@ -167,5 +174,5 @@ def compile(device: Any, name: str, source: str | None = None, constants: Consta
         adapter = describe(device.adapter).label
         if is_lost(error, device):
             raise DeviceLostError(f"{name} on {adapter}: the device is lost: {error}") from error
-        text = _explain(name, str(error), expanded=source is None)
+        text = _explain(name, str(error), source is None, kv)
         raise ShaderError(f"{name} on {adapter}: does not {step}: {text}") from error

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from ..params import STAGE_PARAMS, Field, Params, params_dtype
-from ..planes import PLANES, STORES, Element
+from ..planes import KV_PLANES, PLANES, STORES, Element
 
 Access = Literal["read", "read_write"]
 Grid = tuple[int, int, int]
@@ -50,6 +50,11 @@ class Kernel:
     features: tuple[str, ...] = ()
     constants: Callable[[Params], Constants] = no_constants
     """Values of the shader's `override`s for some parameters: a pipeline for each."""
+
+    @property
+    def binds_ring(self) -> bool:
+        """Whether it reads or writes a ring, hence has a form for each way that rings are kept."""
+        return any(b.name == "ring" or b.name in KV_PLANES for b in self.bindings)
 
     @property
     def params_dtype(self) -> np.dtype:

@@ -59,7 +59,7 @@ fn key_at(at: u32, e: u32) -> vec4<f32> {
     if ((at & OWN) != 0u) {
         return k_rows[(at & ~OWN) + e];
     }
-    return ring_k[at + e];
+    return from_ring(ring_k[at + e]);
 }
 
 fn value_at(row: u32, quad: u32) -> vec4<f32> {
@@ -67,7 +67,7 @@ fn value_at(row: u32, quad: u32) -> vec4<f32> {
     if ((row & OWN) != 0u) {
         return v_rows[(row & ~OWN) * dv4 + quad];
     }
-    return ring_v[row * dv4 + quad];
+    return from_ring(ring_v[row * dv4 + quad]);
 }
 
 // Four rows of queries or keys at one vec4 of the width; zeros past it.
@@ -81,7 +81,10 @@ fn fetch(is_query: bool, mixed: bool, at: vec4<u32>, e: u32) -> mat4x4<f32> {
     if (mixed) {
         return mat4x4<f32>(key_at(at.x, e), key_at(at.y, e), key_at(at.z, e), key_at(at.w, e));
     }
-    return mat4x4<f32>(ring_k[at.x + e], ring_k[at.y + e], ring_k[at.z + e], ring_k[at.w + e]);
+    return mat4x4<f32>(
+        from_ring(ring_k[at.x + e]), from_ring(ring_k[at.y + e]),
+        from_ring(ring_k[at.z + e]), from_ring(ring_k[at.w + e]),
+    );
 }
 
 fn query_at(pair: Pair, r: u32) -> u32 {

@@ -103,10 +103,10 @@ fn far_part(gh: u32, lane: u32) {
             let query1 = select(zero, q[query_at + e1], has1);
             let query2 = select(zero, q[query_at + e2], has2);
             let query3 = select(zero, q[query_at + e3], has3);
-            let gone0 = ring_quad(key_at + e0);
-            let gone1 = select(zero, ring_quad(key_at + e1), has1);
-            let gone2 = select(zero, ring_quad(key_at + e2), has2);
-            let gone3 = select(zero, ring_quad(key_at + e3), has3);
+            let gone0 = from_ring(ring[key_at + e0]);
+            let gone1 = select(zero, from_ring(ring[key_at + e1]), has1);
+            let gone2 = select(zero, from_ring(ring[key_at + e2]), has2);
+            let gone3 = select(zero, from_ring(ring[key_at + e3]), has3);
             to_query += vec2<f32>(
                 (dot(k00, query0) + dot(k01, query1)) + (dot(k02, query2) + dot(k03, query3)),
                 (dot(k10, query0) + dot(k11, query1)) + (dot(k12, query2) + dot(k13, query3)),
@@ -200,8 +200,8 @@ fn far_part(gh: u32, lane: u32) {
             select(0.0, 1.0, evicts), select(-LARGE, scale_max, far_len > 0u), far, select(0.0, 1.0, have),
         );
     }
-    let ring_v = second_part(ring_length(), D4, DV4);
+    let ring_v = second_part(arrayLength(&ring), D4, DV4);
     if (lane < DV4) {
-        fu_part[evicted_at(gh) + lane] = ring_quad(ring_v + evicted_row * DV4 + lane);
+        fu_part[evicted_at(gh) + lane] = from_ring(ring[ring_v + evicted_row * DV4 + lane]);
     }
 }

@@ -114,7 +114,7 @@ fn near_part(g: u32, split: u32, block: u32, lane: u32) {
     let zero = vec4<f32>(0.0);
     // Everything that memory has to bring, before anything is summed. Past a row's end lies another's,
     // finite as all are, and its query's part is zero.
-    var a0 = ring_quad(ka);
+    var a0 = from_ring(ring[ka]);
     var a1 = zero;
     var a2 = zero;
     var a3 = zero;
@@ -126,18 +126,18 @@ fn near_part(g: u32, split: u32, block: u32, lane: u32) {
     var b1 = zero;
     var b2 = zero;
     var b3 = zero;
-    if (D4 > 1u * ROW_LANES) { a1 = ring_quad(ka + 1u * ROW_LANES); }
-    if (D4 > 2u * ROW_LANES) { a2 = ring_quad(ka + 2u * ROW_LANES); }
-    if (D4 > 3u * ROW_LANES) { a3 = ring_quad(ka + 3u * ROW_LANES); }
-    if (D4 > 4u * ROW_LANES) { a4 = ring_quad(ka + 4u * ROW_LANES); }
-    if (D4 > 5u * ROW_LANES) { a5 = ring_quad(ka + 5u * ROW_LANES); }
-    if (D4 > 6u * ROW_LANES) { a6 = ring_quad(ka + 6u * ROW_LANES); }
-    if (D4 > 7u * ROW_LANES) { a7 = ring_quad(ka + 7u * ROW_LANES); }
+    if (D4 > 1u * ROW_LANES) { a1 = from_ring(ring[ka + 1u * ROW_LANES]); }
+    if (D4 > 2u * ROW_LANES) { a2 = from_ring(ring[ka + 2u * ROW_LANES]); }
+    if (D4 > 3u * ROW_LANES) { a3 = from_ring(ring[ka + 3u * ROW_LANES]); }
+    if (D4 > 4u * ROW_LANES) { a4 = from_ring(ring[ka + 4u * ROW_LANES]); }
+    if (D4 > 5u * ROW_LANES) { a5 = from_ring(ring[ka + 5u * ROW_LANES]); }
+    if (D4 > 6u * ROW_LANES) { a6 = from_ring(ring[ka + 6u * ROW_LANES]); }
+    if (D4 > 7u * ROW_LANES) { a7 = from_ring(ring[ka + 7u * ROW_LANES]); }
     if (TILE_KEYS > KEYS_ABREAST) {
-        b0 = ring_quad(kb);
-        if (D4 > 1u * ROW_LANES) { b1 = ring_quad(kb + 1u * ROW_LANES); }
-        if (D4 > 2u * ROW_LANES) { b2 = ring_quad(kb + 2u * ROW_LANES); }
-        if (D4 > 3u * ROW_LANES) { b3 = ring_quad(kb + 3u * ROW_LANES); }
+        b0 = from_ring(ring[kb]);
+        if (D4 > 1u * ROW_LANES) { b1 = from_ring(ring[kb + 1u * ROW_LANES]); }
+        if (D4 > 2u * ROW_LANES) { b2 = from_ring(ring[kb + 2u * ROW_LANES]); }
+        if (D4 > 3u * ROW_LANES) { b3 = from_ring(ring[kb + 3u * ROW_LANES]); }
     }
     let n0 = stripe + 0u * VALUE_STRIPES;
     let n1 = stripe + 1u * VALUE_STRIPES;
@@ -147,8 +147,8 @@ fn near_part(g: u32, split: u32, block: u32, lane: u32) {
     let n5 = stripe + 5u * VALUE_STRIPES;
     let n6 = stripe + 6u * VALUE_STRIPES;
     let n7 = stripe + 7u * VALUE_STRIPES;
-    let values = second_part(ring_length(), D4, DV4) + lane % DV4;
-    let v0 = ring_quad(values + (base + min(tile + n0, last)) * DV4);
+    let values = second_part(arrayLength(&ring), D4, DV4) + lane % DV4;
+    let v0 = from_ring(ring[values + (base + min(tile + n0, last)) * DV4]);
     var v1 = zero;
     var v2 = zero;
     var v3 = zero;
@@ -156,13 +156,13 @@ fn near_part(g: u32, split: u32, block: u32, lane: u32) {
     var v5 = zero;
     var v6 = zero;
     var v7 = zero;
-    if (VALUE_ROUNDS > 1u) { v1 = ring_quad(values + (base + min(tile + n1, last)) * DV4); }
-    if (VALUE_ROUNDS > 2u) { v2 = ring_quad(values + (base + min(tile + n2, last)) * DV4); }
-    if (VALUE_ROUNDS > 3u) { v3 = ring_quad(values + (base + min(tile + n3, last)) * DV4); }
-    if (VALUE_ROUNDS > 4u) { v4 = ring_quad(values + (base + min(tile + n4, last)) * DV4); }
-    if (VALUE_ROUNDS > 5u) { v5 = ring_quad(values + (base + min(tile + n5, last)) * DV4); }
-    if (VALUE_ROUNDS > 6u) { v6 = ring_quad(values + (base + min(tile + n6, last)) * DV4); }
-    if (VALUE_ROUNDS > 7u) { v7 = ring_quad(values + (base + min(tile + n7, last)) * DV4); }
+    if (VALUE_ROUNDS > 1u) { v1 = from_ring(ring[values + (base + min(tile + n1, last)) * DV4]); }
+    if (VALUE_ROUNDS > 2u) { v2 = from_ring(ring[values + (base + min(tile + n2, last)) * DV4]); }
+    if (VALUE_ROUNDS > 3u) { v3 = from_ring(ring[values + (base + min(tile + n3, last)) * DV4]); }
+    if (VALUE_ROUNDS > 4u) { v4 = from_ring(ring[values + (base + min(tile + n4, last)) * DV4]); }
+    if (VALUE_ROUNDS > 5u) { v5 = from_ring(ring[values + (base + min(tile + n5, last)) * DV4]); }
+    if (VALUE_ROUNDS > 6u) { v6 = from_ring(ring[values + (base + min(tile + n6, last)) * DV4]); }
+    if (VALUE_ROUNDS > 7u) { v7 = from_ring(ring[values + (base + min(tile + n7, last)) * DV4]); }
 
     var xa = zero;
     var xb = zero;

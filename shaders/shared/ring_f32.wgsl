@@ -1,9 +1,12 @@
-// The ring's rows as they are, four numbers at a time. The kernel that includes this binds ring.
+// How rings keep keys and values: four floats as they are. `ring_f16.wgsl` stands in its place where a layer's
+// rings are packed.
 
-fn ring_quad(at: u32) -> vec4<f32> {
-    return ring[at];
+alias RingQuad = vec4<f32>;
+
+fn from_ring(quad: RingQuad) -> vec4<f32> {
+    return quad;
 }
 
-fn ring_length() -> u32 {
-    return arrayLength(&ring);
+fn to_ring(values: vec4<f32>) -> RingQuad {
+    return values;
 }
