@@ -1,4 +1,4 @@
-"""Every way to run a layer on a device: its paths, and float16 products where it has them."""
+"""Every way to run a layer on a device: its paths, float16 windows, float16 products where it has them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ DIRECT = "direct"
 """NumPy without a plan."""
 FAST = "gemm, fast"
 """The products with float16 operands."""
+HALVES = "float16 windows"
+"""Keys and values kept in float16, on the path "auto"."""
 
 
 def open_ways(info: DeviceInfo) -> dict[str, Device]:
@@ -26,6 +28,8 @@ def open_ways(info: DeviceInfo) -> dict[str, Device]:
     for path in PATHS if only == "auto" else (only,):
         direct = path == "auto" and info.adapter is None
         found[DIRECT if direct else path] = open_device(info, path)
+    if only == "auto":
+        found[HALVES] = open_device(info, kv="f16")
     if "gemm" in found:
         fast = open_device(info, "gemm", "fast")
         if fast.precision == "fast":

@@ -68,8 +68,9 @@ def test_moved_bytes() -> None:
     geometry = o1.Geometry(4, 2, 8, window=16, sinks=0, landmarks=4)
     ring, rows = 2 * (2 * 16 * 8), 2 * (4 * 8) + 4 * (2 * 8)
     far = 2 * 4 * 8 + 4 * 4 * 8 + 4 * 4 * 4 + 2 * (4 * MZ_SECTIONS * 4 + 4 * 2 * 4 * 8)
-    assert layers.moved_bytes(geometry, 1, far=False) == 4 * (ring + rows)
-    assert layers.moved_bytes(geometry, 1, far=True) == 4 * (ring + rows + far)
+    assert layers.moved_bytes(geometry, 1, False, "f32") == 4 * (ring + rows)
+    assert layers.moved_bytes(geometry, 1, True, "f32") == 4 * (ring + rows + far)
+    assert layers.moved_bytes(geometry, 1, False, "f16") == 2 * ring + 4 * rows
 
 
 def test_attention64_against_single_rows(rng: np.random.Generator) -> None:

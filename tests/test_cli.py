@@ -347,7 +347,7 @@ def test_bench_on_an_adapter(gpu: o1.Device, run: Run, monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("quick")
 def test_bench_says_why_a_cell_is_empty(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def narrow(info: o1.DeviceInfo) -> o1.Device:
+    def narrow(info: o1.DeviceInfo, kv: str) -> o1.Device:
         return o1.Device(info, "stages", o1.Limits(binding_bytes=200_000))
 
     monkeypatch.setattr(suite, "open_device", narrow)
@@ -446,7 +446,8 @@ def test_bench_paths_times_them_side_by_side(gpu: o1.Device, run: Run) -> None:
     (device,) = report["devices"]
     assert (report["format"], report["rows"], report["profile"]) == ("cortiq-o1-bench-paths", [1, 17], True)
     assert (device["name"], device["backend"], device["problem"]) == (gpu.name, gpu.backend, None)
-    ways = [*PATHS, *(["gemm, fast"] if any(c["way"] == "gemm, fast" for c in device["cells"]) else [])]
+    ways = [*PATHS, "float16 windows"]
+    ways += ["gemm, fast"] if any(c["way"] == "gemm, fast" for c in device["cells"]) else []
     assert [(c["rows"], c["way"]) for c in device["cells"]] == [(r, w) for r in (1, 17) for w in ways]
     geometry = bm.find_preset("smollm2-135m").geometry(window=32)
     for cell in device["cells"]:

@@ -274,7 +274,7 @@ def test_auto_takes_a_gpu_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_auto_falls_back_where_a_kernel_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(device: Any, name: str, source: str | None = None, constants: Any = ()) -> Any:
+    def refuse(device: Any, name: str, *rest: Any) -> Any:
         raise o1.ShaderError(f"{name} on a card: does not compile")
 
     as_hardware(monkeypatch)

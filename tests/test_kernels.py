@@ -21,9 +21,9 @@ from cortiq_o1.verification.kernel_cases import PICKED, Group, KernelCase, rando
 from cortiq_o1.verification.kernels import Step, check_step, trace
 
 
-@lru_cache(maxsize=len(PICKED))
-def traced(case: KernelCase) -> list[Step]:
-    return trace(case)
+@lru_cache(maxsize=2 * len(PICKED))
+def traced(case: KernelCase, kv: str = "f32") -> list[Step]:
+    return trace(case, kv)
 
 
 @lru_cache(maxsize=len(PICKED))
@@ -49,6 +49,18 @@ PLAIN = [name for name, kernel in KERNELS.items() if not kernel.features]
 def test_kernel_does_what_its_twin_does(gpu: o1.Device, kernel: str, case: KernelCase) -> None:
     for step in traced(case):
         if step.dispatch.kernel == kernel:
+            check(gpu, step)
+
+
+@pytest.mark.parametrize("kernel", [k for k in PLAIN if KERNELS[k].binds_ring])
+def test_kernel_takes_rings_in_float16_as_well(gpu: o1.Device, kernel: str) -> None:
+    """On every picked case of its path: the twin on what the rings hold."""
+    cases = [case for case in PICKED if shown(case, kernel)]
+    assert cases
+    for case in cases[:: 1 + len(cases) // 4]:
+        steps = [step for step in traced(case, "f16") if step.dispatch.kernel == kernel]
+        assert steps
+        for step in steps:
             check(gpu, step)
 
 

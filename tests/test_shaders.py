@@ -70,7 +70,9 @@ def buffers(text: str) -> list[tuple[int, int, str, str, str]]:
 
 def test_files_are_the_kernels() -> None:
     assert {path.stem for path in FOLDER.glob("*.wgsl")} == set(KERNELS)
-    used = {line.file for name in KERNELS for line in shaders._kernel_lines(name)}
+    used = {
+        line.file for name in KERNELS for kv in planes.KV_BYTES for line in shaders._kernel_lines(name, kv)
+    }
     assert {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.wgsl")} == used
 
 
@@ -80,8 +82,14 @@ def test_bindings(name: str) -> None:
     assert len(kernel.bindings) <= MAX_STORAGE_BUFFERS
     expected = [(0, 0, "uniform", "params", "Params")]
     for at, binding in enumerate(kernel.bindings, 1):
-        expected.append((0, at, f"storage, {binding.access}", binding.name, f"array<{binding.element}>"))
+        element = (
+            "RingQuad" if binding.name == "ring" or binding.name in planes.KV_PLANES else binding.element
+        )
+        expected.append((0, at, f"storage, {binding.access}", binding.name, f"array<{element}>"))
     assert buffers(code(name)) == expected
+    for kv, quad in (("f32", "vec4<f32>"), ("f16", "vec2<u32>")):
+        alias = f"alias RingQuad = {quad};"
+        assert (alias in shaders.source(name, kv)) == kernel.binds_ring
 
 
 @each_kernel
@@ -275,6 +283,8 @@ def test_compiles(adapter: AdapterInfo, raw_device: Any, name: str) -> None:
     device = open_adapter(adapter) if features else raw_device
     pipeline = shaders.compile(device, name)
     assert pipeline.label == name
+    if KERNELS[name].binds_ring:
+        assert shaders.compile(device, name, kv="f16").label == name
     assert pipeline.get_bind_group_layout(0) is not None
 
 
@@ -284,6 +294,8 @@ def test_compiles_with_tint(dawn_device: Any, name: str) -> None:
     if shaders.missing_features(dawn_device, name):
         pytest.skip(f"Dawn's adapter has no {', '.join(KERNELS[name].features)}")
     assert shaders.compile(dawn_device, name).label == name
+    if KERNELS[name].binds_ring:
+        assert shaders.compile(dawn_device, name, kv="f16").label == name
 
 
 @pytest.mark.dawn
@@ -318,7 +330,7 @@ def check_refusals(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         for line in shaders._kernel_lines("o1c_meta")
     ]
     (at,) = [line.number for line in lines if line.text == "oops"]
-    monkeypatch.setattr(shaders, "_kernel_lines", lambda name: tuple(lines))
+    monkeypatch.setattr(shaders, "_kernel_lines", lambda name, kv: tuple(lines))
     with pytest.raises(ShaderError, match=rf"does not compile: shared/group\.wgsl:{at}:\d+: oops\n"):
         shaders.compile(device, "o1c_meta")
 

@@ -96,8 +96,8 @@ def test_a_broken_kernel_is_seen(gpu: o1.Device, fault: str) -> None:
     assert right in source
     broken = source.replace(right, wrong)
 
-    def run(kernel: str, planes: Any, params: Any, grid: Any) -> Mapping[str, np.ndarray]:
-        return gpu.engine.run_kernel(kernel, planes, params, grid, source=broken)
+    def run(kernel: str, planes: Any, params: Any, grid: Any, *, kv: str = "f32") -> Planes:
+        return dict(gpu.engine.run_kernel(kernel, planes, params, grid, source=broken, kv=kv))
 
     steps = [s for s in trace(KERNEL_CASES[case]) if s.dispatch.kernel == kernel]
     found = [check_step(step, run) for step in steps]
@@ -108,8 +108,8 @@ def test_a_broken_kernel_is_seen(gpu: o1.Device, fault: str) -> None:
 def test_a_write_outside_of_a_plane_is_seen(gpu: o1.Device) -> None:
     source = shader_source("o1c_max").replace("near_max[row] =", "near_max[row + params.nh * params.kcap] =")
 
-    def run(kernel: str, planes: Any, params: Any, grid: Any) -> Mapping[str, np.ndarray]:
-        return gpu.engine.run_kernel(kernel, planes, params, grid, source=source)
+    def run(kernel: str, planes: Any, params: Any, grid: Any, *, kv: str = "f32") -> Planes:
+        return dict(gpu.engine.run_kernel(kernel, planes, params, grid, source=source, kv=kv))
 
     (step,) = (s for s in trace(KERNEL_CASES["one-row"]) if s.dispatch.kernel == "o1c_max")
     with pytest.raises(DeviceError, match=r"o1c_max.*behind the end of near_max"):
@@ -126,7 +126,9 @@ def traced(case: str) -> list[Step]:
     return trace(KERNEL_CASES[case])
 
 
-def honest(kernel: str, planes: Mapping[str, np.ndarray], params: Any, grid: Any) -> Planes:
+def honest(
+    kernel: str, planes: Mapping[str, np.ndarray], params: Any, grid: Any, *, kv: str = "f32"
+) -> Planes:
     """An adapter that does exactly what the twins do."""
     own = {name: plane.copy() for name, plane in planes.items()}
     bindings = KERNELS[kernel].bindings
@@ -152,7 +154,9 @@ def test_one_wrong_element_is_seen(kernel: str, value: float, rng: np.random.Gen
     for name in (plane for binding in written for plane in members(binding)):
         at = int(rng.integers(step.after[name].size))
 
-        def run(k: str, planes: Any, params: Any, grid: Any, name: str = name, at: int = at) -> Planes:
+        def run(
+            k: str, planes: Any, params: Any, grid: Any, name: str = name, at: int = at, kv: str = "f32"
+        ) -> Planes:
             found = honest(k, planes, params, grid)
             flat = found[name].reshape(-1)
             # An element off by a thousandth, or by one where it is an integer.
@@ -166,7 +170,7 @@ def test_untouched_elements_must_stay() -> None:
     """The smallest change to what a kernel has no business with counts."""
     (step,) = (s for s in trace(KERNEL_CASES["far-empty"]) if s.dispatch.kernel == "o1c_far")
 
-    def run(k: str, planes: Any, params: Any, grid: Any) -> Planes:
+    def run(k: str, planes: Any, params: Any, grid: Any, *, kv: str = "f32") -> Planes:
         found = honest(k, planes, params, grid)
         found["gains"][0, 0, 0] = np.nextafter(found["gains"][0, 0, 0], np.float32(0))
         return found
@@ -176,7 +180,7 @@ def test_untouched_elements_must_stay() -> None:
     assert "gains[0, 0, 0]" in found.where
 
 
-def _drop_far(k: str, planes: Any, params: Any, grid: Any) -> Planes:
+def _drop_far(k: str, planes: Any, params: Any, grid: Any, *, kv: str = "f32") -> Planes:
     """What `o1c_far` writes where it drops the far field of every row."""
     found = {name: planes[name].copy() for name in ("row_head", "gains", "evict_weights")}
     head = found["row_head"][: params["k"]]
@@ -231,7 +235,7 @@ def test_compare_names_the_worst_element() -> None:
 def test_a_lost_device_fails_once_and_ends_its_column() -> None:
     calls = []
 
-    def run(kernel: str, *rest: Any) -> Any:
+    def run(kernel: str, *rest: Any, kv: str = "f32") -> Any:
         calls.append(kernel)
         raise DeviceLostError("gone")
 
@@ -269,7 +273,7 @@ def test_verify_passes_on_numpy(capsys: pytest.CaptureFixture[str]) -> None:
     assert [t["label"] for t in report["targets"]] == ["NumPy", "NumPy twins"]
     assert all(t["layers"]["window-1"]["worst_ratio"] < 1 for t in report["targets"])
     assert [list(t["paths"]) for t in report["targets"]] == [
-        ["direct"],
+        ["direct", "float16 windows"],
         ["fused", "token", "flash", "gemm", "stages", "gemm, fast"],
     ]
     assert report["targets"][1]["layers"]["window-1"]["checks"] == 6

@@ -31,6 +31,11 @@ def known(case: layer_cases.LayerCase) -> Truth:
     return truth(case)
 
 
+@cache
+def halved(case: layer_cases.LayerCase) -> Truth:
+    return truth(case, "f16")
+
+
 WAYS = open_ways(o1.devices()[-1])
 """Every way to run a layer on NumPy."""
 
@@ -44,7 +49,7 @@ def test_layers_on_numpy_follow_the_reference(way: str, case: layer_cases.LayerC
         with pytest.raises(o1.GeometryError, match="path 'fused' cannot serve: head_dim"):
             device.load(o1.seal(*random_rows(rng, 80, case.geometry), case.geometry))
         return
-    found = check_layer(known(case), device)
+    found = check_layer((halved if device.kv == "f16" else known)(case), device)
     assert found.passed, found.where
 
 
@@ -55,6 +60,13 @@ def test_layers_follow_the_reference(gpu: o1.Device, case: layer_cases.LayerCase
     if serves(path, case.geometry, device.limits):
         found = check_layer(known(case), device)
         assert found.passed, found.where
+
+
+@pytest.mark.parametrize("case", layer_cases.PICKED[::2], ids=lambda c: c.name)
+def test_layers_of_float16_windows_follow_the_reference(gpu: o1.Device, case: layer_cases.LayerCase) -> None:
+    """The reference sees what the windows hold; nothing more is lost than in float32."""
+    found = check_layer(halved(case), o1.open_device(gpu.gpu, kv="f16"))
+    assert found.passed, found.where
 
 
 @pytest.mark.parametrize("number", range(6))

@@ -61,10 +61,10 @@ def exact_state(geometry: Geometry) -> LayerState:
     return LayerState(geometry, SealOptions(fold="never"), rows=geometry.window, planes=planes)
 
 
-def moved_bytes(geometry: Geometry, rows: int, far: bool) -> int:
+def moved_bytes(geometry: Geometry, rows: int, far: bool, kv: str) -> int:
     """The least that a call has to move: the state read once, what changes of it written once,
-    the rows in and out. Without `far` only the near part of the state counts."""
-    sizes = Sizes.of(geometry, rows)
+    the rows in and out. Without `far` only the near part of the state counts. `kv`: how rings are kept."""
+    sizes = Sizes.of(geometry, rows, kv=kv)
     read = ["ring_k", "ring_v"]
     written = []
     if far:

@@ -51,7 +51,7 @@ def measure_cell(
         context=context,
         rows=rows,
         state_bytes=state.nbytes,
-        moved_bytes=moved_bytes(state.geometry, rows, far=context is None),
+        moved_bytes=moved_bytes(state.geometry, rows, context is None, device.limits.kv),
     )
     if device.software and hasattr(device.engine, "attend_timed"):
         _time_software(device, state, cell, seconds)

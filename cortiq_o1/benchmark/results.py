@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..geometry import Geometry
-from ..planes import PLANES, STATE_PLANES, Sizes
+from ..planes import KV_BYTES, PLANES, STATE_PLANES, Sizes
 
 FORMAT, VERSION = "cortiq-o1-bench", 1
 
@@ -248,17 +248,18 @@ class Report:
     versions: dict[str, str]
     devices: list[DeviceResult] = field(default_factory=list)
     interrupted: bool = False
+    kv: str = "f32"
 
     @property
     def state_bytes(self) -> int:
-        """The sealed state of one layer."""
-        sizes = Sizes.of(self.geometry)
+        """The sealed state of one layer, as a GPU keeps it."""
+        sizes = Sizes.of(self.geometry, kv=self.kv)
         return sum(PLANES[name].nbytes(sizes) for name in STATE_PLANES)
 
     def cache_bytes(self, context: int) -> int:
-        """Keys and values of one layer over `context` rows, in float32."""
+        """Keys and values of one layer over `context` rows, kept as the sealed one's."""
         value_dim = self.geometry.value_dim or self.geometry.head_dim
-        return 4 * context * self.geometry.num_kv_heads * (self.geometry.head_dim + value_dim)
+        return KV_BYTES[self.kv] * context * self.geometry.num_kv_heads * (self.geometry.head_dim + value_dim)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -271,6 +272,7 @@ class Report:
             "contexts": list(self.contexts),
             "rows": list(self.rows),
             "budget_s": self.budget_s,
+            "kv": self.kv,
             "versions": self.versions,
             "state_bytes": self.state_bytes,
             "cache_bytes": {str(c): self.cache_bytes(c) for c in self.contexts},

@@ -39,6 +39,7 @@ class Settings:
         rows: rows of a call.
         budget_s: seconds for all devices together, preparations included.
         ridge: of the seal over real data, see `seal`.
+        kv: how devices keep keys and values, see `open_device`; those of exact attention too.
     """
 
     preset: Preset
@@ -47,6 +48,7 @@ class Settings:
     rows: tuple[int, ...]
     budget_s: float
     ridge: float = 1e-6
+    kv: str = "f32"
 
     def __post_init__(self) -> None:
         if not self.budget_s > 0:
@@ -91,6 +93,7 @@ class Suite:
             contexts=settings.contexts,
             rows=settings.rows,
             budget_s=settings.budget_s,
+            kv=settings.kv,
             versions=versions(),
         )
         self._sealed = sealed_state(settings.geometry)
@@ -117,7 +120,7 @@ class Suite:
             now = time.perf_counter()
             share = (end - now) / (len(candidates) - done)
             try:
-                _DeviceRun(self, result, now + share, step).run(open_device(candidate))
+                _DeviceRun(self, result, now + share, step).run(open_device(candidate, kv=self.settings.kv))
             except (CortiqError, MemoryError) as error:
                 result.problem, result.failed = reason(error), True
         return self.report

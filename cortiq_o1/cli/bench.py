@@ -11,6 +11,7 @@ from ..benchmark import PRESETS, PathReport, PathSuite, Report, Settings, Suite,
 from ..devices import chosen_path
 from ..errors import ArgumentError
 from ..paths import PATHS
+from ..planes import KV_BYTES
 from . import bench_paths, svg
 from .bench_report import render
 from .choice import choose
@@ -68,6 +69,12 @@ def register(subparsers: Any) -> None:
             help=f"of the layer that is timed; default {default}",
         )
     parser.add_argument(
+        "--kv",
+        choices=tuple(KV_BYTES),
+        default="f32",
+        help="how keys and values are kept, those of exact attention too; --paths times both (default f32)",
+    )
+    parser.add_argument(
         "--ridge",
         type=float,
         default=1e-6,
@@ -104,9 +111,12 @@ def run(args: argparse.Namespace) -> int:
         tuple(sorted(set(args.rows or (PATH_ROWS if args.paths else ROWS)))),
         args.budget,
         args.ridge,
+        args.kv,
     )
     if args.profile and not args.paths:
         raise ArgumentError("--profile: expected with --paths")
+    if args.kv != "f32" and args.paths:
+        raise ArgumentError("--kv: expected without --paths, which times both")
     if args.svg and args.paths:
         raise ArgumentError("--svg: draws time against context, which --paths does not measure")
     if args.svg and (args.svg.is_dir() or not os.access(args.svg.parent, os.W_OK)):

@@ -36,12 +36,13 @@ def render(report: Report) -> None:
 
 def _render_head(console: Console, report: Report) -> None:
     geometry = report.geometry
+    kept = "float32" if report.kv == "f32" else "float32, keys and values kept in float16"
     console.print(f"{report.model}, one attention layer of {report.layers}", style="bold")
     print_lines(
         console,
         [
             f"{geometry.num_heads} heads, {geometry.num_kv_heads} KV heads, width {geometry.head_dim}, "
-            f"float32; sealed: window {geometry.window:,}, {geometry.sinks} sinks, "
+            f"{kept}; sealed: window {geometry.window:,}, {geometry.sinks} sinks, "
             f"{geometry.landmarks} landmarks.",
             "Exact attention: the same kernels with a window that holds the whole context and no far field.",
             f"A layer seals itself past {geometry.exact_rows:,} rows; up to there it attends exactly.",

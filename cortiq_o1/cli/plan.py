@@ -11,6 +11,7 @@ from ..devices import chosen_path
 from ..errors import ArgumentError
 from ..geometry import RECTS, Geometry
 from ..paths import PATHS
+from ..planes import KV_BYTES
 from ..planning import PRECISIONS, Limits, plan
 from ..plans import Barrier, Dispatch, Plan, base_plane
 from .report import Column, byte_size, count_of, out_console, print_lines, print_table
@@ -36,6 +37,9 @@ def register(subparsers: Any) -> None:
         choices=PRECISIONS,
         default="exact",
         help="of the matrix products; fast takes a device with 16-bit floats for granted (default exact)",
+    )
+    parser.add_argument(
+        "--kv", choices=tuple(KV_BYTES), default="f32", help="how rings are kept (default f32)"
     )
     parser.add_argument(
         "--archive",
@@ -96,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         args.rows,
         commit=not args.no_commit,
         path=chosen_path(args.path),
-        limits=Limits(float16=args.precision == "fast"),
+        limits=Limits(float16=args.precision == "fast", kv=args.kv),
         precision=args.precision,
         archive=args.archive,
     )

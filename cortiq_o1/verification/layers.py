@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from ..arrays import as_float16
 from ..device import Device
 from ..layer import Layer
 from ..planes import (
@@ -132,9 +133,15 @@ class Truth:
         return [bound for _, bound in _play(self.case, self.rows, player)]
 
 
-def truth(case: LayerCase) -> Truth:
-    """Runs the reference over a case."""
+def truth(case: LayerCase, kv: str = "f32") -> Truth:
+    """Runs the reference over a case; over what a device with rings of `kv` takes in of it.
+
+    Raises `ArgumentError` where keys or values are too large for such rings.
+    """
     state, rows = case.make()
+    if kv == "f16":
+        q, k, v = rows
+        state, rows = state.rounded(), (q, as_float16("k", k), as_float16("v", v))
     player = _Serial(_reference(state), lambda layer, *new: layer.run(*new))
     results = [result for _, result in _play(case, rows, player)]
     return Truth(case, state, rows, tuple(results), player.layer)

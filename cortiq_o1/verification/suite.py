@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +14,7 @@ from ..device import Device, DeviceInfo
 from ..errors import ArgumentError, CortiqError, DeviceLostError
 from ..kernels import KERNELS
 from ..planning import serves
-from ..ways import DIRECT, open_ways
+from ..ways import DIRECT, HALVES, open_ways
 from . import kernel_cases, layer_cases
 from .deviation import NONE, Deviation
 from .kernel_cases import KernelCase
@@ -28,6 +30,8 @@ _LEVELS: dict[Level, tuple[int, int, bool]] = {
     "full": (250, 100, True),
 }
 RANDOM_ROW = "random"
+HALVES_SUFFIX = ", f16 rings"
+"""Behind the name of a kernel that takes rings in float16."""
 Tell = Callable[[str], None]
 
 
@@ -121,7 +125,7 @@ def targets(info: DeviceInfo) -> list[Target]:
     """
     if info.adapter is None:
         ways = open_ways(info)
-        direct = {name: ways.pop(name) for name in (DIRECT,) if name in ways}
+        direct = {name: ways.pop(name) for name in (DIRECT, HALVES) if name in ways}
         columns = ((direct, "NumPy"), (ways, "NumPy twins"))
         return [target_of(each, label, "cpu") for each, label in columns if each]
     # Equal cards in one machine differ in nothing but their number.
@@ -223,6 +227,8 @@ class Suite:
         if not able:
             return
         steps = trace(case)
+        if case.precision == "exact":
+            steps += trace(case, "f16")
         for target in able:
             for step in steps:
                 if target.problem is None and step.dispatch.kernel not in target.unavailable:
@@ -231,7 +237,7 @@ class Suite:
     def _run_step(self, target: Target, case: KernelCase, step: Step) -> None:
         run = target.run_kernel
         assert run is not None
-        row = step.dispatch.kernel
+        row = step.dispatch.kernel + (HALVES_SUFFIX if step.kv == "f16" else "")
         found = self._guarded(target, lambda: check_step(step, run))
         target.kernels.setdefault(row, Cell()).add(found)
         self._note(target, row, found, case)
@@ -240,12 +246,16 @@ class Suite:
         able = list(self._open())
         if not able:
             return
-        known = truth(case)
+        known = {"f32": truth(case)}
         row = RANDOM_ROW if case.name.startswith(f"{RANDOM_ROW}-") else case.name
         for target in able:
             for way, device in target.devices.items():
-                if target.problem is None and serves(device.path, case.geometry, device.limits):
-                    found = self._guarded(target, lambda device=device: check_layer(known, device))  # type: ignore[misc]
+                if device.kv not in known:
+                    with suppress(ArgumentError):  # too large for float16: nothing is asked of it
+                        known[device.kv] = truth(case, device.kv)
+                right = known.get(device.kv)
+                if target.problem is None and right and serves(device.path, case.geometry, device.limits):
+                    found = self._guarded(target, partial(check_layer, right, device))
                     if len(target.devices) > 1:
                         found = replace(found, where=f"{way}: {found.where}")
                     target.layers.setdefault(row, Cell()).add(found)
@@ -271,7 +281,8 @@ def rows_of(targets: Sequence[Target]) -> tuple[list[str], list[str], list[str]]
     """The matrix's rows with anything in them: kernels in the table's order, layers in that of the
     cases, ways to run a layer in theirs."""
     ran = [t for t in targets if t.kernels]
-    kernels = [name for name in KERNELS if any(name in (*t.kernels, *t.unavailable) for t in ran)]
+    both = [name + suffix for name in KERNELS for suffix in ("", HALVES_SUFFIX)]
+    kernels = [name for name in both if any(name in (*t.kernels, *t.unavailable) for t in ran)]
     layers = dict.fromkeys(row for t in targets for row in t.layers)
     paths = dict.fromkeys(way for t in targets for way in t.paths)
     return kernels, list(layers), list(paths)
