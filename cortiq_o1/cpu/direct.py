@@ -27,7 +27,7 @@ from ..plans import check_archive
 from .crew import Crew
 from .logs import Joining, RowLog
 from .near import Scratch, whole_products
-from .resident import DirectResident, Journal, Rows, Spares, Step, find_runs, squares
+from .resident import RINGS, DirectResident, Journal, Rows, Spares, Step, find_runs, squares
 from .token import TokenWork, cut_token
 from .work import Task, Work, cut
 
@@ -218,27 +218,27 @@ class DirectEngine:
         after the last one only where `moves_last`. Without queries the archive takes nothing in.
         """
         q, k, v = rows
-        resident = journal.resident
-        for r0, count in sub_chunks(len(k), min(CHUNK_ROWS, resident.geometry.min_window)):
+        for r0, count in sub_chunks(len(k), min(CHUNK_ROWS, journal.resident.geometry.min_window)):
             part = slice(r0, r0 + count)
             moves = moves_last or r0 + count < len(k)
             queries = None if q is None else q[part]
             with np.errstate(under="ignore"):
                 step = self._sub_chunk(
-                    resident, queries, k[part], v[part], None if out is None else out[part], moves
+                    journal, queries, k[part], v[part], None if out is None else out[part], moves
                 )
             if moves:
                 journal.move(step)
 
     def _sub_chunk(
         self,
-        resident: DirectResident,
+        journal: Journal,
         q: Float32 | None,
         k: Float32,
         v: Float32,
         out: Float32 | None,
         moves: bool,
     ) -> Step:
+        resident = journal.resident
         geometry = resident.geometry
         step = Step(find_runs(resident.group_meta, len(k)), q, k, v, squares(k))
         if moves and any(run.folded for run in step.runs):
@@ -250,21 +250,30 @@ class DirectEngine:
 
         if len(k) == 1:
             token = TokenWork(resident, step, q, out)
-            moves = step.far_mz is not None
-            tasks = cut_token(step.runs, geometry, workers, out is not None, moves)
-            self._share(workers, token.run, tasks, self._blas is not None)
+            token_tasks = cut_token(step.runs, geometry, workers, out is not None, step.far_mz is not None)
+            self._share(workers, token.run, token_tasks, self._blas is not None)
             if out is not None:
                 token.join()
+            for ring in RINGS if moves else ():
+                journal.prepare(step, ring)
             return step
 
-        def job(task: Task, scratch: Scratch) -> None:
+        def job(task: Task | str, scratch: Scratch) -> None:
+            if isinstance(task, str):
+                journal.prepare(step, task)
+                return
             part = Work(resident, step, task, scratch)
             if q is None or out is None:
                 part.fold()
             else:
                 part.attend(q, out, task.products_first)
 
-        self._share(workers, job, cut(step.runs, geometry, workers), self._blas is not None)
+        tasks: list[Task | str] = [*cut(step.runs, geometry, workers)]
+        if moves:
+            # In the middle, so that they come last: for whoever would wait for the others.
+            middle = (len(tasks) + 1) // 2
+            tasks[middle:middle] = RINGS
+        self._share(workers, job, tasks, self._blas is not None)
         return step
 
     def _share(

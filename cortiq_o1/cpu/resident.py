@@ -229,6 +229,12 @@ def find_runs(meta: Meta, rows: int) -> list[Run]:
     return found
 
 
+Write = tuple[Array, tuple[Any, ...], Array]
+"""An array, where in it, what is to be there."""
+Change = tuple[Array, tuple[Any, ...], Array, Array]
+"""A write, and a copy of what was there before."""
+
+
 @dataclass
 class Step:
     """What a sub-chunk makes of the state, until `Journal.move` puts it there."""
@@ -244,10 +250,12 @@ class Step:
     t_recent: Float32 | None = None
     totals: list[tuple[tuple[Any, ...], Float32]] = field(default_factory=list)
     """`(index, values)` of what changes in the numerator's total."""
+    changes: list[Change] = field(default_factory=list)
+    """What `Journal.prepare` has laid ready."""
 
 
-Write = tuple[Array, tuple[Any, ...], Array]
-"""An array, where in it, what is to be there."""
+RINGS = {"ring_k": "k", "ring_v": "v", "ring_norms": "norms"}
+"""Arrays of a resident, and what of a step goes into their slots."""
 
 
 def archive_writes(resident: DirectResident, run: Run, q: Float32) -> Iterator[Write]:
@@ -272,30 +280,35 @@ class Journal:
         self._before = (resident.group_meta, resident.far_mz, resident.t_recent)
         self._undo: list[Write] = []
 
+    def prepare(self, step: Step, ring: str) -> None:
+        """Lays ready what goes into one of `RINGS`, before `move`.
+
+        It only reads the state: threads may do it beside each other, and beside the work on the outputs.
+        """
+        array, new = getattr(self.resident, ring), getattr(step, RINGS[ring])
+        writes: list[Write] = []
+        for run in step.runs:
+            groups = slice(run.first, run.last)
+            for slots, rows in run.slots(run.head + run.length, run.rows):
+                # Two copies, each along what lies together, are faster than one across both.
+                part = np.ascontiguousarray(new[rows, groups].swapaxes(0, 1))
+                writes.append((array, (groups, slots), part))
+        step.changes.extend(_changes(writes))
+
     def move(self, step: Step) -> None:
-        """The state after the step's rows."""
+        """The state after the step's rows, of which all rings are prepared."""
         resident = self.resident
         meta = resident.group_meta.copy()
-        writes: list[Write] = []
+        writes: list[Write] = [(resident.t_total, index, values) for index, values in step.totals]
         for run in step.runs:
             groups = slice(run.first, run.last)
             if step.q is not None and resident.archive and run.evicted:
                 writes += archive_writes(resident, run, step.q)
-            for slots, rows in run.slots(run.head + run.length, run.rows):
-                for ring, new in (
-                    (resident.ring_k, step.k),
-                    (resident.ring_v, step.v),
-                    (resident.ring_norms, step.norms),
-                ):
-                    # Two copies, each along what lies together, are faster than one across both.
-                    part = np.ascontiguousarray(new[rows, groups].swapaxes(0, 1))
-                    writes.append((ring, (groups, slots), part))
             meta[groups, META_LEN] = run.length + run.rows - run.evicted
             meta[groups, META_HEAD] = (run.head + run.evicted) % run.window
             meta[groups, META_FAR_LEN] = run.far_len + run.folded
             meta[groups, META_EVICTED] = (run.evictions + run.evicted) % 2**32
-        writes += [(resident.t_total, index, values) for index, values in step.totals]
-        self._write(writes)
+        self._write(step.changes + _changes(writes))
         resident.group_meta = meta
         if step.far_mz is not None:
             resident.far_mz = step.far_mz
@@ -311,16 +324,17 @@ class Journal:
             others[name] = getattr(resident, name).copy()
             others[name][place(geometry, name, index)] = getattr(one, name)
         self._write(
-            (getattr(resident, name), place(geometry, _OF.get(name, name), index), getattr(one, name))
-            for name in OWNED
+            _changes(
+                (getattr(resident, name), place(geometry, _OF.get(name, name), index), getattr(one, name))
+                for name in OWNED
+            )
         )
         vars(resident).update(others)
 
-    def _write(self, writes: Iterable[Write]) -> None:
-        writes = list(writes)
-        self._undo += [(array, index, array[index].copy(order="K")) for array, index, _ in writes]
+    def _write(self, changes: list[Change]) -> None:
+        self._undo += [(array, index, old) for array, index, _, old in changes]
         # All that can run out of memory is behind us.
-        for array, index, values in writes:
+        for array, index, values, _ in changes:
             array[index] = values
 
     def roll_back(self) -> None:
@@ -340,6 +354,10 @@ class Journal:
     def _keep(self, array: Float32) -> None:
         if array is not self._before[2]:
             self._spares.give(array)
+
+
+def _changes(writes: Iterable[Write]) -> list[Change]:
+    return [(array, index, values, array[index].copy(order="K")) for array, index, values in writes]
 
 
 class Spares:
