@@ -1,4 +1,5 @@
-"""The near part: scores and values of sinks, ring and own rows, by BLAS on views of the ring plane."""
+"""The near part: scores and values of sinks and ring by BLAS on views of the ring plane, and which keys a row
+sees."""
 
 from __future__ import annotations
 
@@ -153,9 +154,9 @@ def add_values(
 
 
 class Window:
-    """Where the keys of groups of equal `group_meta` lie, and which of them each new row sees.
+    """Where the keys of groups of equal `group_meta` lie, and which of them each of `rows` new rows sees.
 
-    Columns: the ring's rows, the sinks, then the sub-chunk's own rows.
+    Columns: the ring's rows, then the sinks.
     """
 
     def __init__(self, length: int, head: int, window: int, capacity: int, sinks: int, rows: int) -> None:
@@ -172,8 +173,7 @@ class Window:
                 self.ranges[-1] = (self.ranges[-1][0], high)
             else:
                 self.ranges.append((low, high))
-        self.held = length + sinks
-        self.columns = self.held + rows
+        self.columns = length + sinks
         first = window - length  # the first row that evicts
         evicted = max(0, rows - first)
         start = head if full else 0
@@ -185,11 +185,9 @@ class Window:
             if ages:
                 self._evicted.append((columns.start, age, _gone(age, ages, first, rows)))
                 self._bounds.append((columns, _gone_bound(age, ages, first, rows)))
-        if rows > 1:
-            self._bounds.append((slice(self.held, self.columns), _own_bound(rows)))
 
     def hide(self, logits: Float32) -> None:
-        """Takes what a row does not see out of `logits (..., rows, columns)`."""
+        """Takes the rows that have left a row's window out of `logits (..., rows, columns)`."""
         for columns, bound in self._bounds:
             part = logits[..., columns]
             np.minimum(part, bound, out=part)
@@ -205,32 +203,40 @@ class Window:
                 part = evicted[..., age : age + count]
                 weights[..., column : column + count] += part if masked else part * gone[:, :count]
 
-    def scores(self, q: Float32, keys: Float32, own: Float32, out: Float32) -> None:
-        """`out (g, r, columns)` of scaled `q (g, r, d)`, r = heads times rows, rows the inner one.
-
-        `keys`: the groups' part of the ring plane; `own (g, rows, d)`: the sub-chunk's.
-        """
-        for part, columns in self._parts(keys, own):
+    def scores(self, q: Float32, keys: Float32, out: Float32) -> None:
+        """`out (g, r, columns)` of scaled `q (g, r, d)`, r = heads times rows, rows the inner one, and
+        `keys`, the groups' part of the ring plane."""
+        for part, columns in self._parts(keys):
             scores(q, part, out[:, :, columns])
 
     def sum_values(
-        self, weights: Float32, values: Float32, own: Float32, out: Float32, scratch: Scratch, fresh: bool
+        self, weights: Float32, values: Float32, out: Float32, scratch: Scratch, fresh: bool
     ) -> None:
         """`out (g, r, dv) +=` the values under `weights (g, r, columns)`; they lie as keys do.
 
         Where `fresh`, `out` holds nothing yet.
         """
-        for part, columns in self._parts(values, own):
+        for part, columns in self._parts(values):
             add_values(weights[:, :, columns], part, out, scratch, fresh)
             fresh = False
+        if fresh:
+            out.fill(0.0)
 
-    def _parts(self, plane: Float32, own: Float32) -> Iterator[tuple[Float32, slice]]:
+    def _parts(self, plane: Float32) -> Iterator[tuple[Float32, slice]]:
         """What lies together in a plane of keys or values, and its columns."""
         at = 0
         for low, high in self.ranges:
             yield plane[:, low:high], slice(at, at + high - low)
             at += high - low
-        yield own, slice(at, self.columns)
+
+
+def hide_later(logits: Float32) -> None:
+    """Takes the rows after a row out of `logits (..., rows, rows)` of a sub-chunk's rows with each other."""
+    rows = logits.shape[-1]
+    # One long operation for all heads: with rows inside it would begin anew at each.
+    flat = logits.reshape(-1, rows * rows)
+    assert np.may_share_memory(flat, logits), "reshape made a copy, which nobody would read"
+    np.minimum(flat, _later_bound(rows), out=flat)
 
 
 @lru_cache(maxsize=16)
@@ -247,8 +253,8 @@ def _gone_bound(age: int, ages: int, first: int, rows: int) -> Float32:
 
 
 @lru_cache(maxsize=16)
-def _own_bound(rows: int) -> Float32:
-    return _bound(~np.tri(rows, dtype=bool))
+def _later_bound(rows: int) -> Float32:
+    return _bound(~np.tri(rows, dtype=bool)).reshape(-1)
 
 
 def _bound(hidden: np.ndarray) -> Float32:

@@ -132,8 +132,7 @@ class TokenWork:
         queries = self.queries[at]
         groups, heads, _ = queries.shape
         weights = scratch.take("logits", groups, heads, window.columns)
-        ring = resident.ring_k[task.groups]
-        window.scores(queries, ring, ring[:, :0], weights)
+        window.scores(queries, resident.ring_k[task.groups], weights)
         if run.evicted:
             weights[..., run.head] = -LARGE  # a full ring lies in its order of slots
         top = weights.max(axis=2, out=self.tops[(NEAR, *at)])
@@ -143,8 +142,7 @@ class TokenWork:
             self.masses[(NEAR, *at)] = np.matmul(weights, _ones(window.columns))
         else:
             np.einsum("ghc->gh", weights, out=self.masses[(NEAR, *at)])
-        values = resident.ring_v[task.groups]
-        window.sum_values(weights, values, values[:, :0], self.sums[(NEAR, *at)], scratch, True)
+        window.sum_values(weights, resident.ring_v[task.groups], self.sums[(NEAR, *at)], scratch, True)
 
     def _far(self, task: TokenTask, scratch: Scratch) -> None:
         """The far field of whole groups: what the row sees of it, and the next one into the step."""

@@ -11,10 +11,10 @@ import numpy as np
 
 from ..arrays import Float32
 from ..geometry import Geometry
-from ..planes import MIN_DENOMINATOR, MZ_MAX, MZ_RECENT, MZ_SHIFT, MZ_TOTAL
+from ..planes import LARGE, MIN_DENOMINATOR, MZ_MAX, MZ_RECENT, MZ_SHIFT, MZ_TOTAL
 from .far import FarGains, FarStages, empty_maximum, far_gains, far_stages
 from .folding import Fold, put_fold
-from .near import Scratch, Window, is_whole, scores
+from .near import Scratch, Window, add_values, hide_later, is_whole, scores
 from .resident import DirectResident, Run, Step
 
 BLOCK_LOGITS = 9 * 2**16
@@ -53,7 +53,7 @@ def cut(runs: list[Run], geometry: Geometry, workers: int) -> list[Task]:
             # Each task reads its group's keys again, from a cache that the cores share.
             g_step, h_step = 1, -(-heads // -(-workers // groups))
         else:
-            most = max(1, TASK_LOGITS // (heads * run.rows * window.columns))
+            most = max(1, TASK_LOGITS // (heads * run.rows * (window.columns + run.rows)))
             g_step, h_step = min(most, -(-groups // workers)), heads
         parts = [(g, h) for g in _slices(run.first, run.last, g_step) for h in _slices(0, heads, h_step)]
         tasks += [Task(run, window, g, h, at % 2 > 0) for at, (g, h) in enumerate(parts)]
@@ -121,23 +121,28 @@ class Work:
         """
         lanes = (self.count, self.hpg, self.run.rows)
         queries = self.scratch.take("queries", *lanes, q.shape[2])
-        own = q[:, self.heads].reshape(self.run.rows, self.count, self.hpg, -1)
-        np.multiply(own.transpose(1, 2, 0, 3), self.resident.geometry.scale32, out=queries)
-        per_head = self.run.rows * self.window.columns
+        rows = q[:, self.heads].reshape(self.run.rows, self.count, self.hpg, -1)
+        np.multiply(rows.transpose(1, 2, 0, 3), self.resident.geometry.scale32, out=queries)
+        per_head = self.run.rows * (self.window.columns + self.run.rows)
         h_step = min(self.hpg, max(1, BLOCK_LOGITS // per_head))
         g_step = max(1, BLOCK_LOGITS // (per_head * self.hpg)) if h_step == self.hpg else 1
         blocks = [(g, h) for g in _slices(0, self.count, g_step) for h in _slices(0, self.hpg, h_step)]
         first = self._logits(blocks[0], queries) if products_first else None
+        own_logits = self._own_logits(queries)
         self.fold()
         plain, mark_bound = self._bounded(queries)
         far = None
         if self.stages is not None:
             plain = plain and mark_bound + self.stages.last.max() <= SAFE_LOGIT and self.stages.one_scale()
             far = self._far(self.stages, queries, plain)
-        block = self._plain_block if plain else self._block
+        sums = self._plain_sums(own_logits, far, out.shape[2]) if plain else None
         for at in blocks:
-            block(at, self._logits(at, queries) if first is None else first, far, out)
+            weights = self._logits(at, queries) if first is None else first
             first = None
+            if sums is None:
+                self._block(at, weights, own_logits[at], far, out)
+            else:
+                self._plain_block(at, weights, *sums, far, out)
 
     def _bounded(self, queries: Float32) -> tuple[bool, float]:
         """Whether near scores and those of the landmarks are sure to lie within `SAFE_LOGIT` of zero,
@@ -168,66 +173,96 @@ class Work:
         return slice(self.groups.start + g.start, self.groups.start + g.stop)
 
     def _logits(self, at: Block, queries: Float32) -> Float32:
-        """Near logits of a block of scaled `queries (g, h, i, d)`, hidden where a row does not look."""
-        groups, part = self._planes(at[0]), queries[at]
+        """Logits over ring and sinks of a block of scaled `queries (g, h, i, d)`, hidden where a row does not
+        look."""
+        part = queries[at]
         logits = self.scratch.take("logits", *part.shape[:3], self.window.columns)
-        own = self.step.k[:, groups].swapaxes(0, 1)
-        self.window.scores(joined(part), self.resident.ring_k[groups], own, joined(logits))
+        self.window.scores(joined(part), self.resident.ring_k[self._planes(at[0])], joined(logits))
         self.window.hide(logits)
         return logits
 
-    def _sum_values(self, groups: slice, weights: Float32, numerator: Float32, fresh: bool) -> None:
-        """Near value sums into `numerator (g, h, i, dv)`, or on top of what a `fresh` one lacks."""
-        own, ring = self.step.v[:, groups].swapaxes(0, 1), self.resident.ring_v[groups]
-        self.window.sum_values(joined(weights), ring, own, joined(numerator), self.scratch, fresh)
+    def _own_logits(self, queries: Float32) -> Float32:
+        """Logits `(g, h, i, i)` of all scaled `queries (g, h, i, d)` over the sub-chunk's own rows."""
+        logits = self.scratch.take("own", *queries.shape[:3], self.run.rows)
+        scores(joined(queries), self.step.k[:, self.groups].swapaxes(0, 1), joined(logits))
+        hide_later(logits)
+        return logits
 
-    def _block(self, at: Block, weights: Float32, far: FarGains | None, out: Float32) -> None:
-        """Outputs of a block from its logits `weights (g, h, i, columns)`, which are overwritten."""
+    def _block(
+        self, at: Block, weights: Float32, own_logits: Float32, far: FarGains | None, out: Float32
+    ) -> None:
+        """Outputs of a block from its logits `weights (g, h, i, columns)`, which are overwritten, and
+        `own_logits (g, h, i, i)`."""
         window, scratch = self.window, self.scratch
         groups, lanes = self._planes(at[0]), weights.shape[:3]
         far_top = None
         if far is not None:
             assert far.top is not None
             far_top = far.top[at]
-        top: Float32 | None = None
-        if not _safe(weights, far_top):
-            near_max = weights.max(axis=3)
-            top = near_max if far_top is None else np.maximum(near_max, far_top)
+        # A row's own maximum is there always, that of an empty ring is not.
+        top: Float32 | None = own_logits.max(axis=3)
+        assert top is not None
+        if _safe(weights, top, far_top):
+            top = None
+        else:
+            np.maximum(top, weights.max(axis=3, initial=-LARGE), out=top)
+            if far_top is not None:
+                np.maximum(top, far_top, out=top)
             np.subtract(weights, top[..., None], out=weights)
+            own_logits = np.subtract(
+                own_logits, top[..., None], out=scratch.take("own_block", *own_logits.shape)
+            )
+        own = np.exp(own_logits, out=scratch.take("own_block", *own_logits.shape))
         np.exp(weights, out=weights)
         # Twice as fast as np.sum, and with many partial sums as exact as the product with the values.
-        mass = np.einsum("ghic->ghi", weights)
+        mass = np.einsum("ghic->ghi", weights) + np.einsum("ghic->ghi", own)
         if far is not None and far.mass is not None and far_top is not None:
             lift = np.exp(far_top if top is None else far_top - top)
             mass += far.mass[at] * lift
             if far.evicted is not None:
                 window.put(weights, far.evicted[at] * lift[..., None])
         numerator = scratch.take("numerator", *lanes, out.shape[2])
-        self._sum_values(groups, weights, numerator, True)
+        window.sum_values(joined(weights), self.resident.ring_v[groups], joined(numerator), scratch, True)
+        add_values(joined(own), self.step.v[:, groups].swapaxes(0, 1), joined(numerator), scratch)
         if far is not None and far.numerator is not None:
             numerator += far.numerator[at] * lift[..., None]
         self._put_out(at, numerator, mass, out)
 
-    def _plain_block(self, at: Block, weights: Float32, far: FarGains | None, out: Float32) -> None:
-        """As `_block`, where no weight needs a scale."""
-        window, scratch = self.window, self.scratch
-        groups, lanes = self._planes(at[0]), weights.shape[:3]
-        np.exp(weights, out=weights)
-        if far is not None and far.evicted is not None:
-            window.put(weights, far.evicted[at], masked=True)
-        if is_whole():
-            mass = np.matmul(joined(weights), _ones(window.columns)).reshape(lanes)
-        else:
-            mass = np.einsum("ghic->ghi", weights)
+    def _plain_sums(self, own_logits: Float32, far: FarGains | None, width: int) -> tuple[Float32, Float32]:
+        """Numerator `(g, h, i, dv)` and mass `(g, h, i)` of all the task's own rows and of the far field from
+        before, where no weight needs a scale. `own_logits (g, h, i, i)` are overwritten."""
+        own = np.exp(own_logits, out=own_logits)
+        mass = _row_sums(own)
         if far is not None and far.mass is not None:
-            mass += far.mass[at]
+            mass += far.mass
         fresh = far is None or far.numerator is None
         if far is None or far.numerator is None:
-            numerator = scratch.take("numerator", *lanes, out.shape[2])
+            numerator = self.scratch.take("numerator", *mass.shape, width)
         else:
-            numerator = far.numerator[at]
-        self._sum_values(groups, weights, numerator, fresh)
-        self._put_out(at, numerator, mass, out)
+            numerator = far.numerator
+        values = self.step.v[:, self.groups].swapaxes(0, 1)
+        add_values(joined(own), values, joined(numerator), self.scratch, fresh)
+        return numerator, mass
+
+    def _plain_block(
+        self,
+        at: Block,
+        weights: Float32,
+        numerator: Float32,
+        mass: Float32,
+        far: FarGains | None,
+        out: Float32,
+    ) -> None:
+        """As `_block`, on top of `_plain_sums`."""
+        np.exp(weights, out=weights)
+        if far is not None and far.evicted is not None:
+            self.window.put(weights, far.evicted[at], masked=True)
+        total = _row_sums(weights)
+        total += mass[at]
+        sums = numerator[at]
+        values = self.resident.ring_v[self._planes(at[0])]
+        self.window.sum_values(joined(weights), values, joined(sums), self.scratch, False)
+        self._put_out(at, sums, total, out)
 
     def _put_out(self, at: Block, numerator: Float32, mass: Float32, out: Float32) -> None:
         """The outputs of a block to where they lie."""
@@ -239,22 +274,31 @@ class Work:
         np.divide(numerator, mass[..., None], out=to.transpose(1, 2, 0, 3))
 
 
+def _row_sums(weights: Float32) -> Float32:
+    """The sums `(g, h, i)` of `weights (g, h, i, columns)`."""
+    if is_whole():
+        return np.matmul(joined(weights), _ones(weights.shape[3])).reshape(weights.shape[:3])
+    sums: Float32 = np.einsum("ghic->ghi", weights)
+    return sums
+
+
 @lru_cache(maxsize=4)
 def _ones(count: int) -> Float32:
     return np.ones(count, np.float32)
 
 
-def _safe(logits: Float32, far_top: Float32 | None) -> bool:
-    """Whether all rows' maxima lie within `SAFE_LOGIT`. A row's own columns are to show that its maximum
-    is not below: with one maximum over all it is much faster than the maximum of each row."""
-    if logits.max() > SAFE_LOGIT or (far_top is not None and far_top.max() > SAFE_LOGIT):
-        return False
-    return bool(logits[..., -logits.shape[2] :].max(axis=3).min() >= -SAFE_LOGIT)
+def _safe(logits: Float32, own_top: Float32, far_top: Float32 | None) -> bool:
+    """Whether all rows' maxima lie within `SAFE_LOGIT`. A row's own columns, of maxima `own_top`, are to show
+    that its maximum is not below: one maximum over all `logits` is much faster than one of each row."""
+    tops = [own_top.max(), logits.max(initial=-LARGE)]
+    if far_top is not None:
+        tops.append(far_top.max())
+    return bool(max(tops) <= SAFE_LOGIT and own_top.min() >= -SAFE_LOGIT)
 
 
 def joined(array: Float32) -> Float32:
     """`(g, h, rows, width)` as a view `(g, h rows, width)`."""
     groups, heads, rows, width = array.shape
     view = array.reshape(groups, heads * rows, width)
-    assert np.may_share_memory(view, array), "reshape made a copy, which nobody would read"
+    assert not array.size or np.may_share_memory(view, array), "reshape made a copy, which nobody would read"
     return view
