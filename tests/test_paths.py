@@ -263,7 +263,8 @@ def test_fast_is_exact_where_there_is_nothing_to_round(gpu: o1.Device) -> None:
     assert o1.open_device("cpu", precision="fast").precision == "exact"
     with pytest.raises(o1.ShaderError, match=r"o1c_qk_f16 on .*: needs shader-f16, which the device has not"):
         device.engine.context.pipeline("o1c_qk_f16")
-    assert "o1c_qk" in device.warm_up(o1.Geometry(4, 2, 32, window=128, landmarks=8), 64).kernels
+    device.warm_up(o1.Geometry(4, 2, 32, window=128, landmarks=8), 64)
+    assert device.engine.context.has_pipeline("o1c_qk")
 
 
 def test_fast_plans_take_the_float16_products_alone() -> None:
