@@ -17,7 +17,7 @@ from .geometry import Geometry
 from .layer import Layer
 from .planes import SUB_ROWS
 from .snapshots import Snapshot
-from .state import Fold, LayerState
+from .state import Fold, LayerState, SealOptions
 
 _T = TypeVar("_T")
 
@@ -156,15 +156,16 @@ class Cache:
         v: Any,
         geometry: Geometry,
         method: str = "nystrom",
-        ridge: float = 1e-6,
-        fold: Fold = "always",
+        ridge: float | None = None,
+        fold: Fold | None = None,
         progress: Callable[[int, int], object] | None = None,
+        rope_theta: float | None = None,
+        horizon: int | None = None,
     ) -> Layer:
         """Seals a prompt on the device, see `Device.seal`, as layer `index`, in the place of one there."""
         index = as_index("index", index, 0)
-        layer = self._device._seal(
-            (q, k, v), geometry, (method, ridge, fold), progress, self._archive, self._reseal_every
-        )
+        how = SealOptions(method, ridge, fold, rope_theta, horizon)
+        layer = self._device._seal((q, k, v), geometry, how, progress, self._archive, self._reseal_every)
         self._put(index, layer)
         self._made_from.pop(index, None)
         return layer

@@ -16,7 +16,7 @@ from .planning import Limits, chunk_rows
 if TYPE_CHECKING:
     from .batch import Batch
     from .layer import Layer
-    from .state import Fold, LayerState
+    from .state import Fold, LayerState, SealOptions
     from .warming import WarmUp
 
 
@@ -234,9 +234,11 @@ class Device:
         v: Any,
         geometry: Geometry,
         method: str = "nystrom",
-        ridge: float = 1e-6,
-        fold: Fold = "always",
+        ridge: float | None = None,
+        fold: Fold | None = None,
         progress: Callable[[int, int], object] | None = None,
+        rope_theta: float | None = None,
+        horizon: int | None = None,
     ) -> Layer:
         """`cortiq_o1.seal` and `load` in one, for long prompts: the far field is folded on the device.
 
@@ -248,31 +250,32 @@ class Device:
             k: keys `(T, G, d)`.
             v: values `(T, G, dv)`.
             geometry: the layer's sizes.
-            method, ridge, fold: see `cortiq_o1.seal`.
+            method, ridge, fold, rope_theta, horizon: see `cortiq_o1.seal`.
             progress: called with the rows done and all rows, first with 0. What it raises ends the seal.
 
         Raises what `cortiq_o1.seal` and `load` raise.
         """
-        return self._seal((q, k, v), geometry, (method, ridge, fold), progress)
+        from .state import SealOptions
+
+        how = SealOptions(method, ridge, fold, rope_theta, horizon)
+        return self._seal((q, k, v), geometry, how, progress)
 
     def _seal(
         self,
         rows: tuple[Any, Any, Any],
         geometry: Geometry,
-        how: tuple[str, float, Fold],
+        options: SealOptions,
         progress: Callable[[int, int], object] | None,
         archive: int = 0,
         reseal_every: int | None = None,
     ) -> Layer:
         from .layer import Layer
         from .sealing import check_rows
-        from .state import SealOptions
 
         if not isinstance(geometry, Geometry):
             raise ArgumentTypeError(f"geometry: {type(geometry).__name__}, expected a Geometry")
         if progress is not None and not callable(progress):
             raise ArgumentTypeError(f"progress: {type(progress).__name__}, expected a callable")
-        options = SealOptions(*how)
         checked = self._kept_rows(check_rows(*rows, geometry))
         self._check_geometry(geometry)
         return Layer._of_prompt(self, checked, geometry, options, progress, archive, reseal_every)

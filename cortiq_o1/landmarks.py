@@ -13,6 +13,7 @@ import numpy.typing as npt
 from .arrays import Float32
 from .geometry import MIN_LANDMARKS, Geometry
 from .planes import MZ_MAX, MZ_SHIFT, MZ_TOTAL, T_TOTAL
+from .state import SealOptions
 
 LANDMARK_ROWS = 8
 """Rows that a landmark stands for, at least."""
@@ -28,10 +29,28 @@ def landmarks_of(rows: int, geometry: Geometry) -> int:
 
 
 def place_landmarks(
+    planes: Planes, g: int, m: int, q: Float32, k: Float32, geometry: Geometry, options: SealOptions,
+    sinks: int = 0, causal: bool = False,
+) -> None:  # fmt: skip
+    """`m` landmarks of group `g` and what mixes them, by the options' method, from queries `q (Tq, H, d)` and
+    keys `k (T, d)`, each of at least `m` rows, into planes that are zero there.
+
+    `sinks`: keys first that the far field never holds; `causal`: whether queries and keys are of the same
+    rows.
+    """
+    if options.method == "fitted":
+        from .fitting import place_fitted
+
+        place_fitted(planes, g, m, q, k, geometry, options, sinks, causal)
+    else:
+        place_means(planes, g, m, q, k, geometry, options.ridge_of())
+
+
+def place_means(
     planes: Planes, g: int, m: int, q: Float32, k: Float32, geometry: Geometry, ridge: float
 ) -> None:
-    """`m` landmarks of group `g` and what mixes them, from queries `q (Tq, H, d)`, keys `k (T, d)`,
-    each of at least `m` rows, into planes that are zero there."""
+    """Means of `m` segments of queries `q (Tq, H, d)` and of keys `k (T, d)`, and their kernel's inverse,
+    into planes that are zero there."""
     # Landmarks are rounded to float32 before the mixing matrix is made from them: the kernels see
     # the rounded ones, and the far field cancels too much to bear a matrix made for others.
     k_tilde = planes["k_tilde"][g, :m] = _segment_means(k, m)

@@ -93,8 +93,9 @@ def _resealed(
         m, folded = landmarks_of(min(len(k), len(q)), geometry), len(k) - int(newest)
         row = planes["group_meta"][g]
         limits = {"always": NO_FAR_LIMIT, "prompt": folded + int(row[META_LEN]), "never": folded}
-        row[META_FAR_LEN], row[META_FAR_LIMIT], row[META_LANDMARKS] = folded, limits[options.fold], m
-        place_landmarks(planes, g, m, q, k, geometry, options.ridge)
+        fold = options.fold_of(len(k), geometry.group_windows[g])
+        row[META_FAR_LEN], row[META_FAR_LIMIT], row[META_LANDMARKS] = folded, limits[fold], m
+        place_landmarks(planes, g, m, q, k, geometry, options)
         if folded:
             place_far(planes, g, m, k[:folded], v[:folded], geometry)
     return planes

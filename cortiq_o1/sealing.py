@@ -45,8 +45,10 @@ def seal(
     v: Any,
     geometry: Geometry,
     method: str = "nystrom",
-    ridge: float = 1e-6,
-    fold: Fold = "always",
+    ridge: float | None = None,
+    fold: Fold | None = None,
+    rope_theta: float | None = None,
+    horizon: int | None = None,
 ) -> LayerState:
     """The state of a layer after a prompt of `T` rows.
 
@@ -60,9 +62,15 @@ def seal(
         geometry: the layer's sizes.
         method: "nystrom": landmarks are means of contiguous segments, the mixing matrix a ridge
             pseudo-inverse of their kernel (Xiong et al. 2021, "Nystromformer", with a ridge).
-        ridge: `lam` of that inverse, as a part of the mean diagonal; positive.
+            "fitted": both are fitted to the prompt's attention weights, see `fitting.py`; about a second
+            for nine heads.
+        ridge: `lam` of those inverses, as a part of the mean diagonal; positive. 1e-6 for "nystrom", 1e-3
+            for "fitted" unless given.
         fold: which rows the far field takes in: "always" every row that leaves the window, "prompt"
-            as many as the prompt has after its sinks, "never" none after the seal itself.
+            as many as the prompt has after its sinks, "never" none after the seal itself. Unless given,
+            "always" for "nystrom"; for "fitted" "never" from a prompt of four windows on, "prompt" below.
+        rope_theta: base of the rotary embedding, half-split, with which "fitted" expects later rows too.
+        horizon: positions up to which it does; given with `rope_theta`.
 
     Raises:
         ArgumentError: a wrong shape, a value that is not finite or far too large, an unknown option.
@@ -70,7 +78,7 @@ def seal(
     """
     if not isinstance(geometry, Geometry):
         raise ArgumentTypeError(f"geometry: {type(geometry).__name__}, expected a Geometry")
-    options = SealOptions(method, ridge, fold)
+    options = SealOptions(method, ridge, fold, rope_theta, horizon)
     q, k, v = check_rows(q, k, v, geometry)
     if len(k) <= geometry.exact_rows:
         return LayerState(geometry, options, rows=len(k), history=(q.copy(), k.copy(), v.copy()))
@@ -125,7 +133,7 @@ def _seal_group(
     meta[META_LEN], meta[META_HEAD] = held, evicted % window
     meta[META_FAR_LEN], meta[META_LANDMARKS] = evicted, m
     meta[META_EVICTED] = evicted
-    meta[META_FAR_LIMIT] = limits[options.fold]
+    meta[META_FAR_LIMIT] = limits[options.fold_of(rows, window)]
 
     # Row x after the sinks took slot x mod window, the last `held` of them are still there.
     slots = np.arange(evicted, evicted + held) % window
@@ -134,7 +142,7 @@ def _seal_group(
         planes[plane][g, geometry.window :] = source[:sinks, g]
 
     heads = slice(g * geometry.heads_per_group, (g + 1) * geometry.heads_per_group)
-    place_landmarks(planes, g, m, q[:, heads], k[:, g], geometry, options.ridge)
+    place_landmarks(planes, g, m, q[:, heads], k[:, g], geometry, options, sinks, causal=True)
     if evicted:
         gone = slice(sinks, sinks + evicted)
         place_far(planes, g, m, k[gone, g], v[gone, g], geometry)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -44,29 +45,64 @@ HISTORY = ("q", "k", "v")
 
 Fold = Literal["always", "prompt", "never"]
 FOLDS: tuple[Fold, ...] = ("always", "prompt", "never")
-METHODS: tuple[str, ...] = ("nystrom",)
+RIDGES: Mapping[str, float] = MappingProxyType({"nystrom": 1e-6, "fitted": 1e-3})
+"""How landmarks and mixing matrix are made, and the ridge of each unless told otherwise."""
+METHODS: tuple[str, ...] = tuple(RIDGES)
+FROZEN_WINDOWS = 4
+"""Windows from which a prompt's fitted far field takes nothing in after the seal, unless told otherwise: what
+comes later does not fit its landmarks."""
 
 
 @dataclass(frozen=True)
 class SealOptions:
     """How a prompt is sealed, see `seal`; a layer still too short keeps them for later.
 
+    `ridge` and `fold` are the method's own where None is given; a `fold` that depends on the prompt stays
+    None.
+
     Raises `ArgumentError` or `ArgumentTypeError` that names the option.
     """
 
     method: str = "nystrom"
-    ridge: float = 1e-6
-    fold: Fold = "always"
+    ridge: float | None = None
+    fold: Fold | None = None
+    rope_theta: float | None = None
+    horizon: int | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ArgumentError(f"method: {self.method!r}, expected one of {', '.join(map(repr, METHODS))}")
-        if self.fold not in FOLDS:
-            raise ArgumentError(f"fold: {self.fold!r}, expected one of {', '.join(map(repr, FOLDS))}")
-        ridge = as_number("ridge", self.ridge)
-        if not (math.isfinite(ridge) and ridge > 0.0):
-            raise ArgumentError(f"ridge: {ridge!r}, expected a positive number")
-        object.__setattr__(self, "ridge", ridge)
+        fold = "always" if self.fold is None and self.method == "nystrom" else self.fold
+        if fold is not None and fold not in FOLDS:
+            raise ArgumentError(f"fold: {fold!r}, expected one of {', '.join(map(repr, FOLDS))}")
+        object.__setattr__(self, "fold", fold)
+        object.__setattr__(self, "ridge", self._positive("ridge", self.ridge, RIDGES[self.method]))
+        if (self.rope_theta is None) != (self.horizon is None):
+            missing = "horizon" if self.horizon is None else "rope_theta"
+            raise ArgumentError(f"{missing}: None, expected with the other of rope_theta and horizon")
+        if self.rope_theta is not None:
+            if self.method != "fitted":
+                raise ArgumentError(f"rope_theta: {self.rope_theta!r}, expected with method 'fitted' alone")
+            object.__setattr__(self, "rope_theta", self._positive("rope_theta", self.rope_theta, 1.0))
+            object.__setattr__(self, "horizon", as_index("horizon", self.horizon, 1))
+
+    @staticmethod
+    def _positive(name: str, value: Any, default: float) -> float:
+        number = default if value is None else as_number(name, value)
+        if not (math.isfinite(number) and number > 0.0):
+            raise ArgumentError(f"{name}: {number!r}, expected a positive number")
+        return number
+
+    def ridge_of(self) -> float:
+        """The ridge, the method's own unless another was given."""
+        assert self.ridge is not None
+        return self.ridge
+
+    def fold_of(self, rows: int, window: int) -> Fold:
+        """What a group's far field takes in, of `rows` rows and a window of `window`."""
+        if self.fold is not None:
+            return self.fold
+        return "never" if rows >= FROZEN_WINDOWS * window else "prompt"
 
 
 class LayerState:
