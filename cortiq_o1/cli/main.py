@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol, TextIO
 
 from .._version import __version__
 from ..errors import CortiqError, DeviceError
-from . import adapters, bench, plan, verify
+from . import adapters, bench, plan, ppl, verify
 from .report import DEVICE, INTERRUPTED, OK, USAGE, err_console
 
 _CLOSED_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
@@ -37,7 +37,7 @@ class Command(Protocol):
         """Does it; returns the exit code."""
 
 
-COMMANDS: tuple[Command, ...] = (adapters, plan, verify, bench)
+COMMANDS: tuple[Command, ...] = (adapters, plan, verify, bench, ppl)
 
 
 class _Parser(argparse.ArgumentParser):
